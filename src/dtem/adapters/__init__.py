@@ -1,0 +1,42 @@
+"""Host families by name. To add one: write its file, add its line here."""
+
+import importlib
+import sys
+
+from torch import nn
+
+from dtem.adapters.base import Adapter, Merger, Trace, tracing
+from dtem.types import DtemError
+
+ADAPTERS = {
+    "timm_vit": "dtem.adapters.timm_vit:TimmVit",
+}
+
+
+def load(family: str) -> Adapter:
+    """The adapter of a host family."""
+    module, cls = ADAPTERS[family].split(":")
+    adapter: Adapter = getattr(importlib.import_module(module), cls)()
+    return adapter
+
+
+def find(model: nn.Module) -> Adapter:
+    """The adapter that speaks to `model`. Libraries that the model cannot come from are not imported."""
+    if not isinstance(model, nn.Module):
+        raise DtemError(f"{model!r} is a {type(model).__name__}, not a model (torch.nn.Module)")
+    supported = []
+    for family in ADAPTERS:
+        library = family.split("_")[0]
+        if library in sys.modules:
+            adapter = load(family)
+            reason = adapter.refusal(model)
+            if reason is None:
+                return adapter
+            if reason:
+                raise DtemError(f"{type(model).__name__} is not supported: {reason}. Supported: {adapter.supported}")
+            supported.append(adapter.supported)
+    listed = "; ".join(supported) or "timm VisionTransformer models (install and import timm)"
+    raise DtemError(f"{type(model).__name__} is not supported. Supported: {listed}")
+
+
+__all__ = ["ADAPTERS", "Adapter", "Merger", "Trace", "find", "load", "tracing"]

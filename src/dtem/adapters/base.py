@@ -1,0 +1,125 @@
+"""What every host family shares: the walk through one block, and what hangs onto a patched model."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dtem import schedule as schedules
+from dtem.methods import Method
+from dtem.types import HostSpec, Taps, Tokens
+
+Attention = Callable[[Tensor, Tensor | None], tuple[Tensor, Taps]]
+"""x and bias by key -> x with the attention residual added, and the taps."""
+Mlp = Callable[[Tensor], Tensor]
+"""x -> x with the MLP residual added."""
+
+
+class Merger(nn.Module):
+    """The only thing added to a patched model (as its submodule `dtem`): the method and its settings."""
+
+    def __init__(self, method: Method, schedule: schedules.Schedule, family: str, shortcut: bool = False) -> None:
+        super().__init__()
+        self.method = method
+        self.schedule = schedule
+        self.asked: object = schedule
+        """The schedule as the user wrote it (a budget stays readable after it was solved)."""
+        self.family = family
+        self.shortcut = shortcut
+
+    @property
+    def active(self) -> bool:
+        """Whether anything would be merged at all; if not, the host's own forward runs."""
+        return any(self.schedule.wanted(self.method.host.depth))
+
+    def plan(self, patches: int) -> tuple[int, ...]:
+        """r of every block for an image of `patches` patches."""
+        return _plan(self.schedule, patches, self.method.host.depth)
+
+
+_plan = functools.cache(schedules.resolve)
+
+
+class Adapter(ABC):
+    """How to speak to one family of hosts."""
+
+    family: ClassVar[str]
+    provides: ClassVar[frozenset[str]]
+    """Taps that methods may ask for."""
+    supported: ClassVar[str]
+    """For messages: what this adapter takes."""
+
+    @abstractmethod
+    def refusal(self, model: nn.Module) -> str | None:
+        """None: I take it. A text: it is of my family, but this is in the way. Empty: not of my family."""
+
+    @abstractmethod
+    def describe(self, model: nn.Module) -> HostSpec:
+        """What methods need to know of the host."""
+
+    @abstractmethod
+    def key_projections(self, model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+        """Per block, the head-mean of the key projection: weight (e, c) and bias (e)."""
+
+    @abstractmethod
+    def attach(self, model: nn.Module, merger: Merger) -> None:
+        """Make `model` merge."""
+
+    @abstractmethod
+    def detach(self, model: nn.Module) -> None:
+        """Make `model` what it was."""
+
+
+def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Attention, mlp: Mlp) -> Tokens:
+    """One block: the four steps of `methods.base`."""
+    tokens = method.before(layer, tokens, r)
+    x, taps = attention(tokens.x, method.bias(tokens))
+    tokens = method.reduce(layer, tokens._replace(x=x), taps, r)
+    tokens = tokens._replace(x=mlp(tokens.x))
+    return method.after(layer, tokens, r)
+
+
+@dataclasses.dataclass
+class Trace:
+    """What was merged, block by block, in every forward made under `handle.trace()`."""
+
+    sources: list[Tensor] = dataclasses.field(default_factory=list)
+    """After each block: for each patch (row by row), the index of the token that holds it. (b, p)"""
+    sizes: list[Tensor] = dataclasses.field(default_factory=list)
+    """After each block: patches that each token stands for. (b, n)"""
+
+    def record(self, tokens: Tokens) -> None:
+        if tokens.source is not None:
+            self.sources.append(tokens.source)
+        size = tokens.size
+        self.sizes.append(torch.ones_like(tokens.x[..., 0]) if size is None else size.detach())
+
+
+_trace: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("dtem_trace", default=None)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[Trace]:
+    """Record the forwards of this thread."""
+    trace = Trace()
+    token = _trace.set(trace)
+    try:
+        yield trace
+    finally:
+        _trace.reset(token)
+
+
+def current_trace() -> Trace | None:
+    """The trace being recorded, if any (never inside a compiled graph)."""
+    return None if torch.compiler.is_compiling() else _trace.get()
+
+
+def checkpointed(run: Callable[..., Any], *args: Any) -> Any:
+    """Gradient checkpointing that lets gradients through token sizes as well as features."""
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)

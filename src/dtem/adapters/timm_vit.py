@@ -1,0 +1,285 @@
+"""timm's VisionTransformer: DeiT, DeiT-III, AugReg, MAE, DINOv2 (registers), CLIP and SigLIP towers, …
+
+The model's class is swapped for a subclass that walks through the host's own blocks and submodules, with token sizes
+as local variables. Weights and state-dict keys stay; with nothing to merge, the host's own forward runs.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from timm.layers import Attention
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from dtem import ops
+from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, run_block
+from dtem.types import DtemError, HostSpec, Taps, Tokens
+
+POOLING = {"token": "prefix", "avg": "mean", "avgmax": "avgmax", "max": "max", "map": "attention", "": "none"}
+
+
+class TimmVit(Adapter):
+    """Adapter of timm's VisionTransformer and VisionTransformerDistilled."""
+
+    family: ClassVar[str] = "timm_vit"
+    provides: ClassVar[frozenset[str]] = frozenset({"input", "q", "k", "v", "key_projection"})
+    supported: ClassVar[str] = (
+        "timm VisionTransformer models made of plain blocks (deit_*, deit3_*, vit_* including AugReg, MAE, DINO, "
+        "DINOv2 with registers, CLIP and SigLIP towers)"
+    )
+
+    def refusal(self, model: nn.Module) -> str | None:
+        if not isinstance(model, VisionTransformer):
+            return ""
+        if type(model) not in _MERGED:
+            return f"it is a subclass of timm's {type(model).__mro__[1].__name__} with a forward of its own"
+        for layer, block in enumerate(model.blocks):
+            if type(block) is not Block or type(block.attn) is not Attention:
+                found = type(block).__name__ if type(block) is not Block else type(block.attn).__name__
+                return f"block {layer} is a {found}, which has no plain step between attention and MLP"
+        if model.global_pool not in POOLING:
+            return f"global_pool = {model.global_pool!r} cannot weigh tokens by size"
+        return None
+
+    def describe(self, model: VisionTransformer) -> HostSpec:
+        attn = model.blocks[0].attn
+        config = model.pretrained_cfg if isinstance(getattr(model, "pretrained_cfg", None), dict) else {}
+        embed = model.patch_embed
+        return HostSpec(
+            name=config.get("architecture") or type(model).__name__,
+            family=self.family,
+            depth=len(model.blocks),
+            width=model.embed_dim,
+            heads=attn.num_heads,
+            head_dim=attn.head_dim,
+            prefix=model.num_prefix_tokens,
+            patches=embed.num_patches,
+            pooling=POOLING["map" if model.attn_pool is not None else model.global_pool],
+            image=(embed.proj.in_channels, *embed.img_size),
+        )
+
+    def key_projections(self, model: VisionTransformer) -> list[tuple[Tensor, Tensor | None]]:
+        return [_head_mean_keys(block.attn) for block in model.blocks]
+
+    def attach(self, model: VisionTransformer, merger: Merger) -> None:
+        model.dtem = merger
+        model.__class__ = _MERGED[type(model)]
+
+    def detach(self, model: VisionTransformer) -> None:
+        model.__class__ = type(model).__mro__[2]
+        del model.dtem
+
+
+@torch.no_grad()
+def _head_mean_keys(attn: Attention) -> tuple[Tensor, Tensor | None]:
+    heads = (3, attn.num_heads, attn.head_dim)
+    weight = attn.qkv.weight.unflatten(0, heads)[1].mean(dim=0)
+    bias = None if attn.qkv.bias is None else attn.qkv.bias.unflatten(0, heads)[1].mean(dim=0)
+    return weight, bias
+
+
+def attention(
+    block: Block, embed: nn.Linear | None, x: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Taps]:
+    """The block's attention half, through its own submodules."""
+    attn = block.attn
+    h = block.norm1(x)
+    batch, count, _ = h.shape
+    q, k, v = attn.qkv(h).view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    dropout = attn.attn_drop.p if attn.training else 0.0
+    y = ops.attend(q, k, v, bias, attn.scale, dropout).transpose(1, 2).reshape(batch, count, -1)
+    taps = Taps(h, q, k, v, attn.scale)
+    return _attention_residual(block, x, h, y), taps
+
+
+def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The attention half for the prefix tokens only: all that a class-token head reads of the last block."""
+    attn = block.attn
+    h = block.norm1(x)
+    batch, count, _ = h.shape
+    split = attn.num_heads * attn.head_dim
+    weight, qkv_bias = attn.qkv.weight, attn.qkv.bias
+    q_bias, kv_bias = (None, None) if qkv_bias is None else (qkv_bias[:split], qkv_bias[split:])
+    q = nn.functional.linear(h[:, :prefix], weight[:split], q_bias)
+    kv = nn.functional.linear(h, weight[split:], kv_bias)
+    q = q.view(batch, prefix, attn.num_heads, attn.head_dim).transpose(1, 2)
+    k, v = kv.view(batch, count, 2, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    dropout = attn.attn_drop.p if attn.training else 0.0
+    y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, dropout)
+    return _attention_residual(block, x[:, :prefix], h[:, :prefix], y.transpose(1, 2).reshape(batch, prefix, -1))
+
+
+def _attention_residual(block: Block, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+    """What follows the heads: inner norm and gate where the host has them, projection, layer scale, drop path."""
+    attn = block.attn
+    y = attn.norm(y)
+    if getattr(attn, "gate", None) is not None:
+        y = y * attn.gate(h).sigmoid()
+    return x + block.drop_path1(block.ls1(attn.proj_drop(attn.proj(y))))
+
+
+def mlp(block: Block, x: Tensor) -> Tensor:
+    """The block's MLP half."""
+    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+
+
+class _Merging:
+    """Mixed into the host's class by `attach`. `self` is a VisionTransformer with a `dtem` submodule."""
+
+    dtem: Merger
+
+    def forward(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
+        if self.dtem.active and self.dtem.shortcut and self.dtem.method.host.pooling == "prefix":
+            tokens = self._walk(self._embed(x, **kwargs), blocks=len(self.blocks) - 1)
+            last = self.blocks[-1]
+            prefix = self.num_prefix_tokens
+            x = mlp(last, last_attention(last, prefix, tokens.x, self.dtem.method.bias(tokens)))
+            return self.forward_head(self.norm(x))
+        return super().forward(x, **kwargs)
+
+    def forward_features(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
+        """Features of the tokens that are left. They carry their sizes to `forward_head`."""
+        if not self.dtem.active:
+            _check_image(self, x)
+            return super().forward_features(x, **kwargs)
+        tokens = self._walk(self._embed(x, **kwargs))
+        features = self.norm(tokens.x)
+        if self.dtem.method.host.pooling != "prefix":
+            features.dtem_size = tokens.size
+        return features
+
+    def forward_intermediates(
+        self: Any,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As the host's, on the full grid: every merged patch gets a copy of the token that holds it."""
+        options = dict(
+            indices=indices,
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            stop_early=stop_early,
+            output_fmt=output_fmt,
+            intermediates_only=intermediates_only,
+        )
+        if output_dict:
+            options["output_dict"] = True
+        if not self.dtem.active:
+            _check_image(self, x)
+            return super().forward_intermediates(x, **options, **kwargs)
+        if self.dtem.method.soft:
+            raise DtemError("intermediate grids exist for hard merging only; set handle.mode = 'hard' first")
+        states: list[Tensor] = []
+        self._walk(self._embed(x, **kwargs), grids=states)
+        return _replay(self, x, states, options)
+
+    def pool(self: Any, x: Tensor, pool_type: str | None = None) -> Tensor:
+        kind = "map" if self.attn_pool is not None else self.global_pool if pool_type is None else pool_type
+        if not self.dtem.active or kind not in ("avg", "avgmax", "map"):
+            return super().pool(x, pool_type)
+        size = getattr(x, "dtem_size", None)
+        if size is None:
+            raise DtemError(
+                f"these features carry no token sizes, and global_pool = {kind!r} weighs tokens by size: "
+                "call model(x), or hand what forward_features returned to forward_head unchanged"
+            )
+        if not self.pool_include_prefix:
+            x, size = x[:, self.num_prefix_tokens :], size[:, self.num_prefix_tokens :]
+        if kind == "map":
+            bias = ops.log_size(size)[:, None, None, :].to(x.dtype) if self.dtem.method.proportional else None
+            return self.attn_pool(x, attn_mask=bias)
+        mean = ((size / size.sum(dim=1, keepdim=True)).to(x.dtype).unsqueeze(1) @ x).squeeze(1)
+        return mean if kind == "avg" else 0.5 * (x.amax(dim=1) + mean)
+
+    def _embed(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Image to tokens, by the host's own steps before its blocks."""
+        if attn_mask is not None or is_causal:
+            raise DtemError("attn_mask and is_causal cannot be used while tokens are merged; set handle.r = 0")
+        _check_image(self, x)
+        return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+
+    def _walk(self: Any, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
+        """Tokens through the first `blocks` blocks (all by default), merging on the way."""
+        method, prefix = self.dtem.method, self.num_prefix_tokens
+        patches = x.shape[1] - prefix
+        trace = current_trace()
+        source = None
+        if (trace is not None or grids is not None) and not method.soft:
+            source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
+        tokens = Tokens(x, source=source)
+        for layer, (block, r) in enumerate(zip(self.blocks[:blocks], self.dtem.plan(patches), strict=False)):
+            step = functools.partial(
+                run_block,
+                method,
+                layer,
+                r=r,
+                attention=functools.partial(attention, block, method.embed(layer)),
+                mlp=functools.partial(mlp, block),
+            )
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpointed(step, tokens)
+            else:
+                tokens = step(tokens)
+            if trace is not None:
+                trace.record(tokens)
+            if grids is not None:
+                grids.append(torch.cat([tokens.x[:, :prefix], ops.unmerge(tokens.x, tokens.source)], dim=1))
+        return tokens
+
+
+def _check_image(model: VisionTransformer, x: Tensor) -> None:
+    """Refuse an image that the host would refuse, with a message that helps."""
+    embed = model.patch_embed
+    if x.ndim != 4 or x.shape[1] != embed.proj.in_channels:
+        raise DtemError(f"expected images of shape (batch, {embed.proj.in_channels}, height, width), got {tuple(x.shape)}")
+    if embed.strict_img_size and embed.img_size is not None and tuple(x.shape[-2:]) != tuple(embed.img_size):
+        height, width = embed.img_size
+        raise DtemError(
+            f"the image is {x.shape[-2]}×{x.shape[-1]}, the model takes {height}×{width}: resize it, or build the "
+            "model with dynamic_img_size=True (or img_size=…)"
+        )
+
+
+class _Replay(nn.Module):
+    """Stands in for a block whose output is known already."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.state
+
+
+def _replay(model: Any, x: Tensor, states: list[Tensor], options: dict[str, Any]) -> Any:
+    """Let the host's own `forward_intermediates` format states that were computed by merging blocks."""
+    stand_in = object.__new__(type(model).__mro__[2])
+    stand_in.__dict__ = dict(model.__dict__, _modules=dict(model._modules))
+    stand_in.blocks = nn.Sequential(*map(_Replay, states))
+    stand_in.grad_checkpointing = False
+    return stand_in.forward_intermediates(x, **options)
+
+
+class MergingVisionTransformer(_Merging, VisionTransformer):
+    """timm's VisionTransformer, merging."""
+
+
+class MergingVisionTransformerDistilled(_Merging, VisionTransformerDistilled):
+    """timm's VisionTransformerDistilled, merging."""
+
+
+_MERGED = {
+    VisionTransformer: MergingVisionTransformer,
+    VisionTransformerDistilled: MergingVisionTransformerDistilled,
+}

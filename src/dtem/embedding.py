@@ -1,0 +1,54 @@
+"""The decoupled embedding: what decides which tokens are alike, and nothing else."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dtem.types import DtemError
+
+
+class DecoupledEmbedding(nn.Sequential):
+    """One affine layer from the host's width to `dim`, or an MLP where `hidden` names layers in between."""
+
+    def __init__(self, width: int, dim: int, hidden: tuple[int, ...] = ()) -> None:
+        layers: list[nn.Module] = []
+        for size in hidden:
+            layers += [nn.Linear(width, size), nn.GELU()]
+            width = size
+        super().__init__(*layers, nn.Linear(width, dim))
+
+    @property
+    def affine(self) -> nn.Linear | None:
+        """The single layer, where there is only one."""
+        layer = self[0]
+        return layer if len(self) == 1 and isinstance(layer, nn.Linear) else None
+
+    @torch.no_grad()
+    def copy_keys(
+        self,
+        weight: Float[Tensor, "e c"],
+        bias: Float[Tensor, "e"] | None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Start as the head-mean key projection W_k, so that similarities are ToMe's.
+
+        A wider embedding takes Q·W_k with random orthonormal columns Q: every cosine is kept and all directions can
+        learn. A narrower one takes orthonormal rows, which keeps cosines only roughly.
+        """
+        affine = self.affine
+        if affine is None:
+            raise DtemError("an embedding with hidden layers cannot start from the keys; use init='random'")
+        if bias is None:
+            bias = weight.new_zeros(weight.shape[0])
+        lift = _orthonormal(affine.out_features, weight.shape[0], generator).to(weight)
+        affine.weight.copy_(lift @ weight)
+        affine.bias.copy_(lift @ bias)
+
+
+def _orthonormal(rows: int, columns: int, generator: torch.Generator | None) -> Float[Tensor, "rows columns"]:
+    """Identity where square; else random with orthonormal columns (tall) or rows (wide)."""
+    if rows == columns:
+        return torch.eye(rows)
+    tall = torch.randn(max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64)
+    q = torch.linalg.qr(tall).Q.float()
+    return q if rows > columns else q.T.contiguous()

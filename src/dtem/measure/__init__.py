@@ -1,0 +1,1 @@
+"""Counting, timing and keeping what was measured."""

@@ -1,0 +1,95 @@
+"""Counting what a forward computes, by watching it run on tensors without data.
+
+Two conventions:
+
+* **MACs**: multiply-adds of matrix products and convolutions, as timm prints them.
+* **paper**: the same plus one per added bias, scaling and residual entry, 1 per GELU, 4 per LayerNorm entry, 5 per
+  softmax entry: what the counter behind the paper's tables adds up.
+
+Since what runs is what is counted, every host and every method is counted by the same code.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Count:
+    """Operations of one forward on one image."""
+
+    macs: int
+    paper: int
+
+
+def count(model: nn.Module, image: tuple[int, int, int]) -> Count:
+    """Count one forward of `model` on one image of shape (channels, height, width)."""
+    counter = _Counter()
+    x = torch.empty(1, *image, device="meta", dtype=torch.float32)
+    weights = {name: tensor.to("meta", torch.float32) for name, tensor in _state(model).items()}
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        torch.func.functional_call(model, weights, (x,))
+    return Count(counter.macs, counter.macs + counter.other)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _mm(args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
+    return out.numel() * args[0].shape[-1], 0
+
+
+def _addmm(args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
+    return out.numel() * args[1].shape[-1], out.numel()
+
+
+def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> tuple[int, int]:
+    weight, bias = args[1], args[2]
+    return out.numel() * math.prod(weight.shape[1:]), out.numel() if bias is not None else 0
+
+
+def _each(cost: int) -> Callable[[tuple[Any, ...], torch.Tensor], tuple[int, int]]:
+    def counted(args: tuple[Any, ...], out: Any) -> tuple[int, int]:
+        first = out[0] if isinstance(out, tuple) else out
+        return 0, cost * first.numel()
+
+    return counted
+
+
+aten = torch.ops.aten
+_RULES: dict[Any, Callable[..., tuple[int, int]]] = {
+    aten.mm.default: _mm,
+    aten.bmm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.convolution.default: _convolution,
+    aten.native_layer_norm.default: _each(4),
+    aten._softmax.default: _each(5),
+    aten._safe_softmax.default: _each(5),
+    aten.gelu.default: _each(1),
+    aten.add.Tensor: _each(1),
+    aten.mul.Tensor: _each(1),
+    aten.mul.Scalar: _each(1),
+}
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+        self.other = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        rule = _RULES.get(func)
+        if rule is not None:
+            macs, other = rule(args, out)
+            self.macs += macs
+            self.other += other
+        return out

@@ -1,0 +1,23 @@
+"""Token-reduction methods by name. To add one: write its file, add its line here."""
+
+import importlib
+
+from dtem.methods.base import Method
+from dtem.types import DtemError
+
+METHODS = {
+    "dtem": "dtem.methods.dtem:Dtem",
+    "tome": "dtem.methods.tome:Tome",
+}
+
+
+def find(name: str) -> type[Method]:
+    """The method class called `name`."""
+    if name not in METHODS:
+        raise DtemError(f"method {name!r} is not known; choose one of: {', '.join(sorted(METHODS))}")
+    module, cls = METHODS[name].split(":")
+    method: type[Method] = getattr(importlib.import_module(module), cls)
+    return method
+
+
+__all__ = ["METHODS", "Method", "find"]

@@ -1,0 +1,113 @@
+"""The seam between methods and hosts.
+
+A host's adapter drives every block through the same four steps, and a method fills in those that it needs:
+
+    tokens = method.before(layer, tokens, r)            set tokens aside, score them, prune between blocks
+    tokens, taps = <host attention with method.bias(tokens), residual added>
+    tokens = method.reduce(layer, tokens, taps, r)      merge or prune between attention and MLP
+    tokens = <host MLP, residual added>
+    tokens = method.after(layer, tokens, r)             rejoin what was set aside
+
+All state of a forward travels in `Tokens` (what is the method's own in `Tokens.carry`), so a method object holds only
+its trained parts and settings: it can be shared by threads, checkpointed, compiled and pickled.
+A variable-length method (ATS) pads, and masks the padding in `bias`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dtem import ops
+from dtem.types import DtemError, HostSpec, Taps, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings that every method has. A method's own settings extend this."""
+
+    proportional: bool | str = True
+    """Proportional attention: True, False, or "train" (on in soft training, off at inference, as for MAE)."""
+
+    def __post_init__(self) -> None:
+        if self.proportional not in (True, False, "train"):
+            raise DtemError(f"proportional = {self.proportional!r} is not known; choose True, False or 'train'")
+
+
+class Method(nn.Module):
+    """What reduces tokens."""
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Of the adapter's taps: input, q, k, v, and for `key_projection` its weights."""
+    keeps_mass: ClassVar[bool] = True
+    """Whether token sizes always sum to the number of tokens at the start."""
+    config_class: ClassVar[type[Config]] = Config
+
+    def __init__(self, host: HostSpec, config: Config) -> None:
+        super().__init__()
+        self.host = host
+        self.config = config
+        self.soft = False
+        """Relaxed, differentiable merging (training) instead of hard merging."""
+
+    @classmethod
+    def create(cls, host: HostSpec, options: Mapping[str, Any]) -> "Method":
+        """Build with options by name; an unknown one is refused."""
+        known = {field.name for field in dataclasses.fields(cls.config_class)}
+        for name in options:
+            if name not in known:
+                raise DtemError(f"method {cls.name!r} has no option {name!r}; it has: {', '.join(sorted(known))}")
+        return cls(host, cls.config_class(**options))
+
+    def start(self, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Initialise trained parts from the host: per block, the head-mean key weight (e, c) and bias (e)."""
+
+    def can_relax(self) -> bool:
+        """Whether the method has a soft mode."""
+        return False
+
+    def embed(self, layer: int) -> nn.Linear | None:
+        """A linear layer on the attention input that the adapter may compute along with q, k, v (`Taps.embedding`)."""
+        return None
+
+    @property
+    def proportional(self) -> bool:
+        mode = self.config.proportional
+        return self.soft if mode == "train" else bool(mode)
+
+    def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
+        """What is added to every query's logits, by key."""
+        if tokens.size is None or not self.proportional:
+            return None
+        return ops.log_size(tokens.size)
+
+    def before(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        return tokens
+
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        return tokens
+
+    def after(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        return tokens
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {self.config}"
+
+
+def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix: int) -> Tokens:
+    """Hard bipartite merge of `tokens` by `metric`."""
+    matching = ops.match(metric, r, prefix)
+    x, size = ops.merge(tokens.x, tokens.size, matching)
+    source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
+    return tokens._replace(x=x, size=size, source=source)
+
+
+def full_size(tokens: Tokens) -> Float[Tensor, "b n"]:
+    """Sizes, with ones where nothing has been merged yet."""
+    if tokens.size is not None:
+        return tokens.size
+    return torch.ones(tokens.x.shape[:2], dtype=torch.float32, device=tokens.x.device)

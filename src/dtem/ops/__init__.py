@@ -1,0 +1,29 @@
+"""The method's equations: pure functions on tensors, one per equation.
+
+`matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training.
+"""
+
+from dtem.ops.attention import attend, class_attention, log_size
+from dtem.ops.grouping import row_mass, soft_group
+from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
+from dtem.ops.merging import SoftMerge, merge, soft_merge, take
+from dtem.ops.unmerge import unmerge
+
+__all__ = [
+    "Matching",
+    "SoftMerge",
+    "attend",
+    "class_attention",
+    "compose",
+    "cosine",
+    "limit",
+    "log_size",
+    "match",
+    "merge",
+    "row_mass",
+    "sides",
+    "soft_group",
+    "soft_merge",
+    "take",
+    "unmerge",
+]

@@ -1,0 +1,48 @@
+"""Proportional attention: softmax(q kᵀ / √d + log m), so that a token of size m counts as m tokens.
+
+Always through the fused kernel, never by an attention matrix of our own. log m enters as a float mask, or, where it
+needs a gradient (a mask that does falls back to the slow kernel), as one more channel: q' = [q, 1/s], k' = [k, log m].
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from dtem.types import SIZE_FLOOR
+
+
+def log_size(size: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """log m with a floor under m; no gradient below the floor."""
+    return size.clamp(min=SIZE_FLOOR).log()
+
+
+def attend(
+    q: Float[Tensor, "b h n e"],
+    k: Float[Tensor, "b h n e"],
+    v: Float[Tensor, "b h n e"],
+    bias: Float[Tensor, "b n"] | None,
+    scale: float,
+    dropout: float = 0.0,
+) -> Float[Tensor, "b h n e"]:
+    """Fused attention with `bias` (log sizes) on the keys."""
+    if bias is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+    if not (bias.requires_grad and torch.is_grad_enabled()):
+        mask = bias.to(q.dtype)[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    q = torch.cat([q, q.new_full((), 1.0 / scale).expand(*q.shape[:3], 1)], dim=-1)
+    k = torch.cat([k, bias.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)], dim=-1)
+    out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), dropout_p=dropout, scale=scale)
+    return out[..., :-1]
+
+
+def class_attention(
+    q: Float[Tensor, "b h n e"],
+    k: Float[Tensor, "b h n e"],
+    bias: Float[Tensor, "b n"] | None,
+    scale: float,
+) -> Float[Tensor, "b h n"]:
+    """The class token's attention to every token: the one row that pruning methods need."""
+    logits = (q[:, :, :1] @ k.transpose(2, 3)).squeeze(2) * scale
+    return (logits if bias is None else logits + bias.unsqueeze(1)).softmax(dim=-1)

@@ -1,0 +1,116 @@
+"""Merging: hard (inference) and soft (training).
+
+Both are written as a correction of the token that receives, x_j + Σ_i m_i (x_i − x_j) / m̂_j. That is the
+size-weighted mean (m_j x_j + Σ_i m_i x_i) / m̂_j, touches only rows that change, and keeps the feature of a token
+whose size has gone to nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dtem.ops.matching import Matching, check_r, full_precision, sides
+from dtem.types import SIZE_FLOOR, DtemError
+
+
+def take(x: Float[Tensor, "b n c"], index: Int[Tensor, "b k"]) -> Float[Tensor, "b k c"]:
+    """Rows `index` of each image's tokens. (One copy of whole rows: several times faster than `gather` on CPU.)"""
+    batch, tokens, width = x.shape
+    if batch > 1:
+        index = index + torch.arange(0, batch * tokens, tokens, device=index.device).unsqueeze(1)
+    return x.reshape(-1, width).index_select(0, index.reshape(-1)).view(batch, -1, width)
+
+
+def merge(
+    x: Float[Tensor, "b n c"], size: Float[Tensor, "b n"] | None, matching: Matching
+) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m"]]:
+    """Size-weighted mean of what was matched; the merged A tokens are gone."""
+    batch, kept = matching.kept.shape
+    if x.shape[1] != kept + matching.merged.shape[1]:
+        raise DtemError(f"this matching is for {kept + matching.merged.shape[1]} tokens, x has {x.shape[1]}")
+    if size is None:
+        moved = torch.ones(matching.merged.shape, dtype=torch.float32, device=x.device)
+        new_size = torch.ones(batch, kept, dtype=torch.float32, device=x.device)
+    else:
+        moved = size.gather(1, matching.merged)
+        new_size = size.gather(1, matching.kept)
+    new_size = new_size.scatter_add(1, matching.into, moved)
+    share = moved / new_size.gather(1, matching.into).clamp(min=SIZE_FLOOR)  # m_i / m̂_j
+
+    change = take(x, matching.merged) - take(x, matching.partner)
+    change = change * share.to(x.dtype).unsqueeze(-1)
+    into = matching.into + torch.arange(0, batch * kept, kept, device=x.device).unsqueeze(1)
+    merged = take(x, matching.kept).flatten(0, 1).index_add_(0, into.flatten(), change.flatten(0, 1))
+    return merged.view(batch, kept, -1), new_size
+
+
+class SoftMerge(NamedTuple):
+    """Outcome of a soft merge: nothing is gone, but `excluded` tokens, moved to the end, merge no more."""
+
+    x: Float[Tensor, "b n c"]
+    size: Float[Tensor, "b n"]
+    excluded: int
+    order: Int[Tensor, "b k"]
+    """Where the patches that took part came from, counted in the sequence [A, B]: kept ones, then the r excluded."""
+
+
+def soft_merge(
+    x: Float[Tensor, "b n c"],
+    size: Float[Tensor, "b n"],
+    edges: Float[Tensor, "b i j"],
+    r: int,
+    prefix: int = 0,
+    excluded: int = 0,
+    exclude: str = "mass",
+) -> SoftMerge:
+    """Merge along soft edges E (eq. 6-7 of the paper):
+
+        x̂_j = (m_j x_j + Σ_i E_ij m_i x_i) / m̂_j      m̂_j = m_j + Σ_i E_ij m_i          for j in B
+        x̂_i = x_i                                       m̂_i = m_i (1 − Σ_j E_ij)           for i in A
+
+    Every token stays, but r more of them are excluded from later merging: with ``exclude="mass"`` the A tokens that
+    gave away most (those that hard merging removes), with ``"size"`` the smallest tokens (the paper's rule).
+    Order: prefix, kept A, kept B, newly excluded, excluded before; so what still merges stands as at inference.
+    """
+    stop = x.shape[1] - excluded
+    check_r(r, stop - prefix)
+    a, b = sides(prefix)
+    x_a, x_b = x[:, a:stop:2], x[:, b:stop:2]
+    size_a, size_b = size[:, a:stop:2], size[:, b:stop:2]
+
+    given = edges.sum(dim=2)  # Σ_j E_ij
+    flow = edges * size_a.unsqueeze(2)  # E_ij m_i
+    received = flow.sum(dim=1)  # (b, j)
+    new_size_b = size_b + received
+    share = 1.0 / new_size_b.clamp(min=SIZE_FLOOR)
+    with full_precision(x.device):
+        inflow = (flow * share.unsqueeze(1)).transpose(1, 2).to(x.dtype) @ x_a
+    new_x_b = x_b + inflow - (received * share).unsqueeze(-1).to(x.dtype) * x_b
+    new_size_a = (size_a * (1.0 - given)).clamp(min=0.0)
+
+    patches_size = torch.cat([new_size_a, new_size_b], dim=1)
+    order = _exclusion_order(given, patches_size, r, exclude)
+    patches_x = take(torch.cat([x_a, new_x_b], dim=1), order)
+    return SoftMerge(
+        torch.cat([x[:, :prefix], patches_x, x[:, stop:]], dim=1),
+        torch.cat([size[:, :prefix], patches_size.gather(1, order), size[:, stop:]], dim=1),
+        excluded + r,
+        order,
+    )
+
+
+def _exclusion_order(
+    given: Float[Tensor, "b i"], size: Float[Tensor, "b k"], r: int, exclude: str
+) -> Int[Tensor, "b k"]:
+    """Positions in [A, B]: those that stay, in order, then the r to be excluded."""
+    if exclude == "mass":
+        reluctance = torch.full_like(size, torch.inf)  # B tokens are never chosen: r <= |A|
+        reluctance[:, : given.shape[1]] = -given.detach()
+    elif exclude == "size":
+        reluctance = size.detach()
+    else:
+        raise DtemError(f"exclude = {exclude!r} is not known; choose 'mass' or 'size'")
+    ranked = torch.sort(reluctance, dim=1, stable=True).indices
+    return torch.cat([ranked[:, r:].sort(dim=1).values, ranked[:, :r]], dim=1)

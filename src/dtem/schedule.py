@@ -1,0 +1,220 @@
+"""Reduction schedules: how many tokens each block removes. r is clamped here and nowhere else.
+
+| schedule | Python | command line |
+|---|---|---|
+| the same r in every block | ``16`` | ``16`` |
+| r on average, more at the front (−1) or at the back (1) | ``(16, -0.5)`` | ``16@-0.5`` |
+| one r per block | ``[16, 16, 8, 0]`` | ``16/16/8/0`` |
+| a share of the patches left | ``0.2`` | ``20%`` |
+| as much as meets a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dtem.types import DtemError
+
+FORMS = "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of what is left), 2.5G (budget)"
+
+Spec = "int | float | str | Sequence[float] | Schedule"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same r in every block."""
+
+    r: int
+
+    def __post_init__(self) -> None:
+        _check_count(self.r)
+
+    def wanted(self, depth: int) -> list[int]:
+        return [self.r] * depth
+
+    def __str__(self) -> str:
+        return str(self.r)
+
+
+@dataclass(frozen=True)
+class Inflected:
+    """r on average; `inflect` from −1 (falls from 2r to 0) over 0 (constant) to 1 (rises from 0 to 2r)."""
+
+    r: int
+    inflect: float
+
+    def __post_init__(self) -> None:
+        _check_count(self.r)
+        if not -1 <= self.inflect <= 1:
+            raise DtemError(f"inflection {self.inflect} is outside -1 … 1")
+
+    def wanted(self, depth: int) -> list[int]:
+        low = int(self.r * (1.0 - self.inflect))
+        high = 2 * self.r - low
+        step = (high - low) / (depth - 1) if depth > 1 else 0.0
+        return [int(low + step * layer) for layer in range(depth)] if depth > 1 else [self.r]
+
+    def __str__(self) -> str:
+        return f"{self.r}@{self.inflect:g}"
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """One r per block."""
+
+    values: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for value in self.values:
+            _check_count(value)
+
+    def wanted(self, depth: int) -> list[int]:
+        if len(self.values) != depth:
+            raise DtemError(
+                f"the schedule {self} has {len(self.values)} entries, the model {depth} blocks: give one per block"
+            )
+        return list(self.values)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self.values))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A share of the patches left, in every block."""
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 0.5:
+            raise DtemError(f"ratio {self.ratio:g} is outside 0 … 0.5: one block can merge at most half of its patches")
+
+    def wanted(self, depth: int) -> list[float]:
+        return [self.ratio] * depth
+
+    def __str__(self) -> str:
+        return f"{100 * self.ratio:g}%"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """As much merging as brings the model down to `gflops` (MACs). `solve` turns it into one r per block."""
+
+    gflops: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.gflops) and self.gflops > 0):
+            raise DtemError(f"a budget of {self.gflops} GFLOPs cannot be met; give a positive number such as 2.5G")
+
+    def solve(self, patches: int, depth: int, cost: Callable[[tuple[int, ...]], float]) -> PerLayer:
+        """The mildest plan within the budget: r everywhere, and one more in the first few blocks.
+
+        `cost` gives the GFLOPs of a plan. Plans are ordered by tokens removed, so that bisection finds the first.
+        """
+        most = patches // 2
+
+        def plan(total: int) -> tuple[int, ...]:
+            every, extra = divmod(total, depth)
+            return clamp([every + (layer < extra) for layer in range(depth)], patches)
+
+        low, high = 0, most * depth
+        if cost(plan(high)) > self.gflops:
+            raise DtemError(
+                f"a budget of {self.gflops:g} GFLOPs cannot be met: merging all it can leaves {cost(plan(high)):.3g}"
+            )
+        while low < high:
+            middle = (low + high) // 2
+            if cost(plan(middle)) > self.gflops:
+                low = middle + 1
+            else:
+                high = middle
+        return PerLayer(plan(low))
+
+    def __str__(self) -> str:
+        return f"{self.gflops:g}G"
+
+
+Schedule = Constant | Inflected | PerLayer | Ratio | Budget
+
+
+def parse(spec: object) -> Schedule:
+    """Read a schedule in any of the forms of the table above."""
+    if isinstance(spec, Schedule):
+        return spec
+    if isinstance(spec, str):
+        return _parse_text(spec)
+    if isinstance(spec, bool) or spec is None:
+        raise DtemError(f"r = {spec!r} is not a schedule; write one of: {FORMS}")
+    if isinstance(spec, int):
+        return Constant(spec)
+    if isinstance(spec, float):
+        if spec.is_integer():
+            return Constant(int(spec))
+        return Ratio(spec)
+    if isinstance(spec, Sequence):
+        if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], float):
+            return Inflected(*spec)
+        return PerLayer(tuple(spec))
+    raise DtemError(f"r = {spec!r} is not a schedule; write one of: {FORMS}")
+
+
+def _parse_text(text: str) -> Schedule:
+    body = text.strip()
+    try:
+        if body.endswith("%"):
+            return Ratio(float(body[:-1]) / 100)
+        if body[-1:] in ("G", "g"):
+            return Budget(float(body[:-1]))
+        if "@" in body:
+            r, inflect = body.split("@")
+            return Inflected(int(r), float(inflect))
+        if "/" in body:
+            return PerLayer(tuple(int(part) for part in body.split("/")))
+        return Constant(int(body))
+    except DtemError:
+        raise
+    except ValueError:
+        raise DtemError(f"r = {text!r} is not a schedule; write one of: {FORMS}") from None
+
+
+def clamp(wanted: Sequence[float], patches: int) -> tuple[int, ...]:
+    """One whole r per block, none more than half of the patches that are left. Fractions are shares of what is left."""
+    plan = []
+    for want in wanted:
+        r = min(want if isinstance(want, int) else int(want * patches), patches // 2)
+        plan.append(r)
+        patches -= r
+    return tuple(plan)
+
+
+def resolve(schedule: Schedule, patches: int, depth: int) -> tuple[int, ...]:
+    """The r of every block for an image of `patches` patches."""
+    if isinstance(schedule, Budget):
+        raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
+    return clamp(schedule.wanted(depth), patches)
+
+
+def check(schedule: Schedule, patches: int, depth: int) -> None:
+    """Refuse what no image of this host can meet: more than half of all patches in one block."""
+    if isinstance(schedule, Budget | Ratio):
+        return
+    largest = max(schedule.wanted(depth), default=0)
+    if largest > patches // 2:
+        raise DtemError(
+            f"r = {largest} is more than half of the model's {patches} patches; one block can merge at most "
+            f"{patches // 2}. Choose r <= {patches // 2} (typical: {max(1, round(patches / depth))} for {depth} blocks)."
+        )
+
+
+def tokens(plan: Sequence[int], patches: int, prefix: int) -> tuple[int, ...]:
+    """Tokens after each block."""
+    left, counts = patches + prefix, []
+    for r in plan:
+        left -= r
+        counts.append(left)
+    return tuple(counts)
+
+
+def _check_count(r: object) -> None:
+    if isinstance(r, bool) or not isinstance(r, int) or r < 0:
+        raise DtemError(f"r = {r!r} must be a whole number of tokens, 0 or more")

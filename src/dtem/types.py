@@ -1,0 +1,72 @@
+"""Words shared by every room.
+
+Shape letters, used in signatures and comments throughout:
+
+    b  images in the batch          n  tokens (prefix and patches)
+    c  width of the host            d  width of the decoupled embedding
+    i  tokens on side A             j  tokens on side B
+    h  attention heads              p  patches of the image grid
+    r  tokens removed by one merge
+
+*Prefix* tokens (class, distillation, registers) come first, are never merged and have size 1.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+#: Sizes below this are read as this inside a logarithm or a division.
+SIZE_FLOOR = 1e-6
+
+
+class DtemError(ValueError):
+    """A mistake that the user can mend: the message names the value and the way out."""
+
+
+class Tokens(NamedTuple):
+    """What flows from block to block. Every step returns a new one; nothing is kept elsewhere."""
+
+    x: Float[Tensor, "b n c"]
+    size: Float[Tensor, "b n"] | None = None
+    """Patches that each token stands for; None while nothing has been merged (all ones)."""
+    source: Int[Tensor, "b p"] | None = None
+    """Index of the token that holds each patch; tracked only when asked for."""
+    excluded: int = 0
+    """Tokens at the end of the sequence that take no further part in merging (soft training)."""
+    carry: dict[str, Tensor] = {}  # noqa: RUF012 - never mutated, only replaced
+    """What a method hands on to its own next step (tokens set aside, running scores, …)."""
+
+
+class Taps(NamedTuple):
+    """What one attention layer lets a method see. Views of what was computed anyway."""
+
+    input: Float[Tensor, "b n c"]
+    q: Float[Tensor, "b h n e"]
+    k: Float[Tensor, "b h n e"]
+    v: Float[Tensor, "b h n e"]
+    scale: float
+    embedding: Float[Tensor, "b n d"] | None = None
+    """The method's projection of `input`, where the adapter computed it along with q, k and v."""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What a method and a file need to know of the model that they serve."""
+
+    name: str
+    """Architecture name, e.g. ``deit_small_patch16_224``."""
+    family: str
+    """Adapter that speaks to it, e.g. ``timm_vit``."""
+    depth: int
+    width: int
+    heads: int
+    head_dim: int
+    prefix: int
+    patches: int
+    """Patches at the host's own image size; other sizes are met when they come."""
+    pooling: str
+    """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``."""
+    image: tuple[int, int, int] = field(default=(3, 224, 224), compare=False)
+    """Channels, height and width of the input."""
