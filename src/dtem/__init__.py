@@ -1,7 +1,7 @@
 """dtem: faster Vision Transformers by learned token merging.
 
-    model = timm.create_model("deit_small_patch16_224", pretrained=True)
-    handle = dtem.patch(model, r=16)
+model = timm.create_model("deit_small_patch16_224", pretrained=True)
+handle = dtem.patch(model, r=16)
 """
 
 import importlib

@@ -13,9 +13,7 @@ from dtem.methods import Method
 from dtem.types import DtemError, HostSpec
 
 
-def patch(
-    model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bool = False, **options: Any
-) -> "Handle":
+def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bool = False, **options: Any) -> "Handle":
     """Make `model` merge tokens, in place. Returns the handle that steers it.
 
     Args:
@@ -39,7 +37,9 @@ def patch(
     cls = methods.find(method)
     missing = cls.needs - adapter.provides
     if missing:
-        raise DtemError(f"method {method!r} needs {', '.join(sorted(missing))}, which {adapter.family} does not provide")
+        raise DtemError(
+            f"method {method!r} needs {', '.join(sorted(missing))}, which {adapter.family} does not provide"
+        )
     asked = schedules.parse(r)
     schedules.check(asked, host.patches, host.depth)
     built = cls.create(host, options)

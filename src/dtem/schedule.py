@@ -202,7 +202,7 @@ def check(schedule: Schedule, patches: int, depth: int) -> None:
     if largest > patches // 2:
         raise DtemError(
             f"r = {largest} is more than half of the model's {patches} patches; one block can merge at most "
-            f"{patches // 2}. Choose r <= {patches // 2} (typical: {max(1, round(patches / depth))} for {depth} blocks)."
+            f"{patches // 2}. Choose r <= {patches // 2}."
         )
 
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, Mlp
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from dtem import ops
+from dtem.adapters import fuse
 from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, run_block
 from dtem.types import DtemError, HostSpec, Taps, Tokens
 
@@ -67,8 +68,11 @@ class TimmVit(Adapter):
     def attach(self, model: VisionTransformer, merger: Merger) -> None:
         model.dtem = merger
         model.__class__ = _MERGED[type(model)]
+        _share(model)
 
     def detach(self, model: VisionTransformer) -> None:
+        for block in model.blocks:
+            fuse.separate(block.attn.qkv)
         model.__class__ = type(model).__mro__[2]
         del model.dtem
 
@@ -81,19 +85,16 @@ def _head_mean_keys(attn: Attention) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def attention(
-    block: Block, embed: nn.Linear | None, x: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Taps]:
-    """The block's attention half, through its own submodules."""
+def attention(block: Block, embed: nn.Linear | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
+    """The block's attention half, through its own submodules; `embed` is computed along with q, k and v."""
     attn = block.attn
     h = block.norm1(x)
     batch, count, _ = h.shape
-    q, k, v = attn.qkv(h).view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    q, k = attn.q_norm(q), attn.k_norm(k)
-    dropout = attn.attn_drop.p if attn.training else 0.0
-    y = ops.attend(q, k, v, bias, attn.scale, dropout).transpose(1, 2).reshape(batch, count, -1)
-    taps = Taps(h, q, k, v, attn.scale)
-    return _attention_residual(block, x, h, y), taps
+    qkv, z = fuse.project(attn.qkv, embed, h)
+    q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
+    y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
+    return _attention_residual(block, x, h, y), Taps(h, q, k, v, attn.scale, z)
 
 
 def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,29 +109,68 @@ def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) ->
     kv = nn.functional.linear(h, weight[split:], kv_bias)
     q = q.view(batch, prefix, attn.num_heads, attn.head_dim).transpose(1, 2)
     k, v = kv.view(batch, count, 2, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    dropout = attn.attn_drop.p if attn.training else 0.0
-    y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, dropout)
+    y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, _dropout(attn))
     return _attention_residual(block, x[:, :prefix], h[:, :prefix], y.transpose(1, 2).reshape(batch, prefix, -1))
 
 
 def _attention_residual(block: Block, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
     """What follows the heads: inner norm and gate where the host has them, projection, layer scale, drop path."""
     attn = block.attn
-    y = attn.norm(y)
+    y = _call(attn.norm, y)
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(h).sigmoid()
-    return x + block.drop_path1(block.ls1(attn.proj_drop(attn.proj(y))))
+    return _add(x, _call(block.drop_path1, _call(block.ls1, _call(attn.proj_drop, attn.proj(y)))))
 
 
 def mlp(block: Block, x: Tensor) -> Tensor:
     """The block's MLP half."""
-    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    inner, h = block.mlp, block.norm2(x)
+    if torch.is_grad_enabled() or type(inner) is not Mlp or type(inner.act) is not nn.GELU or _hooked(inner):
+        h = inner(h)
+    else:  # the same, with the activation in place
+        h = _call(inner.drop1, torch.ops.aten.gelu_(inner.fc1(h), approximate=inner.act.approximate))
+        h = _call(inner.drop2, inner.fc2(_call(inner.norm, h)))
+    return _add(x, _call(block.drop_path2, _call(block.ls2, h)))
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    """`module(x)`, without the call where it would do nothing: at batch 1 calls cost as much as small kernels."""
+    kind = type(module)
+    if kind is nn.Identity or (kind is nn.Dropout and not module.training):
+        return x
+    return module(x)
+
+
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    """Residual x + y, into y where no gradient is asked for: y is fresh, and a new buffer costs more than the sum."""
+    return x + y if torch.is_grad_enabled() else y.add_(x)
+
+
+def _dropout(attn: Attention) -> float:
+    return attn.attn_drop.p if attn.training else 0.0
+
+
+def _hooked(mlp: Mlp) -> bool:
+    return bool(mlp._forward_hooks or mlp._forward_pre_hooks or mlp.act._forward_hooks or mlp.act._forward_pre_hooks)
+
+
+def _share(model: Any) -> None:
+    """Lay each embedding's weights behind those of its block's qkv, so that one product computes both."""
+    for layer, block in enumerate(model.blocks):
+        embed = model.dtem.method.embed(layer)
+        if embed is not None:
+            fuse.share(block.attn.qkv, embed)
 
 
 class _Merging:
     """Mixed into the host's class by `attach`. `self` is a VisionTransformer with a `dtem` submodule."""
 
     dtem: Merger
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # moving a model gives each parameter a memory of its own
+        _share(self)
+        return self
 
     def forward(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
         if self.dtem.active and self.dtem.shortcut and self.dtem.method.host.pooling == "prefix":
@@ -242,7 +282,9 @@ def _check_image(model: VisionTransformer, x: Tensor) -> None:
     """Refuse an image that the host would refuse, with a message that helps."""
     embed = model.patch_embed
     if x.ndim != 4 or x.shape[1] != embed.proj.in_channels:
-        raise DtemError(f"expected images of shape (batch, {embed.proj.in_channels}, height, width), got {tuple(x.shape)}")
+        raise DtemError(
+            f"expected images of shape (batch, {embed.proj.in_channels}, height, width), got {tuple(x.shape)}"
+        )
     if embed.strict_img_size and embed.img_size is not None and tuple(x.shape[-2:]) != tuple(embed.img_size):
         height, width = embed.img_size
         raise DtemError(

@@ -40,7 +40,10 @@ class DtemConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, allowed in (("init", self.init, ("keys", "random")), ("exclude", self.exclude, ("mass", "size"))):
+        for name, value, allowed in (
+            ("init", self.init, ("keys", "random")),
+            ("exclude", self.exclude, ("mass", "size")),
+        ):
             if value not in allowed:
                 raise DtemError(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
         for name in ("temperature", "scale"):
@@ -104,7 +107,5 @@ class Dtem(Method):
         z = self.embeddings[layer](taps.input.detach())
         similarity = ops.cosine(z, prefix, tokens.excluded)
         edges = ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
-        merged = ops.soft_merge(
-            tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude
-        )
+        merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
         return tokens._replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)

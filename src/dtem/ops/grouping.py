@@ -56,9 +56,7 @@ def row_mass(
     return history.sum(dim=0), history
 
 
-def keep_candidates(
-    similarity: Float[Tensor, "b i j"], count: int
-) -> Float[Tensor, "b i j"]:
+def keep_candidates(similarity: Float[Tensor, "b i j"], count: int) -> Float[Tensor, "b i j"]:
     """Set all but each row's `count` largest entries to −inf. Ties go to the lower index."""
     if count < 1:
         raise DtemError(f"candidates = {count} must be at least 1, or None for all")

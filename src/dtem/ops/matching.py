@@ -8,7 +8,6 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -17,16 +16,14 @@ from dtem.types import DtemError
 
 @dataclass(frozen=True)
 class Matching:
-    """Which tokens merge, as data. Positions `kept` and `merged` refer to the input, `into` to the output."""
+    """Which tokens merge, as data. Positions in `kept` and `merged` refer to the input, `into` to the output."""
 
     kept: Int[Tensor, "b n-r"]
     """The tokens that stay, in output order: prefix, kept A, then B."""
     merged: Int[Tensor, "b r"]
     """The A tokens that go, strongest edge first."""
-    partner: Int[Tensor, "b r"]
-    """The B token that each of them joins."""
     into: Int[Tensor, "b r"]
-    """The same B token, as a position in the output."""
+    """The B token that each of them joins, as a position in the output."""
 
     @property
     def source(self) -> Int[Tensor, "b n"]:
@@ -39,7 +36,9 @@ class Matching:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """No autocast inside: cosines rounded to half precision would tie by the dozen."""
-    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def limit(patches: int) -> int:
@@ -52,44 +51,43 @@ def sides(prefix: int) -> tuple[int, int]:
     return prefix + prefix % 2, prefix + 1 - prefix % 2
 
 
-def cosine(
-    z: Float[Tensor, "b n d"], prefix: int, excluded: int = 0
-) -> Float[Tensor, "b i j"]:
+def cosine(z: Float[Tensor, "b n d"], prefix: int, excluded: int = 0) -> Float[Tensor, "b i j"]:
     """Cosine similarity of every A token with every B token, in float32 (float64 stays).
 
     The last `excluded` tokens are on neither side.
     """
     with full_precision(z.device):
-        z = F.normalize(z if z.dtype == torch.float64 else z.float(), dim=-1)
+        if z.dtype != torch.float64:
+            z = z.float()
+        z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp(min=1e-12)
         a, b = sides(prefix)
         stop = z.shape[1] - excluded
-        return z[:, a:stop:2] @ z[:, b:stop:2].transpose(1, 2)
+        return torch.bmm(z[:, a:stop:2], z[:, b:stop:2].mT)
 
 
-def match(
-    metric: Float[Tensor, "b n d"], r: int, prefix: int = 0
-) -> Matching:
+def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
     batch, tokens, _ = metric.shape
     check_r(r, tokens - prefix)
-    a, b = sides(prefix)
-    best, partner = cosine(metric, prefix).max(dim=-1)  # (b, i)
+    a, _ = sides(prefix)
+    best, partner = cosine(metric.detach(), prefix).max(dim=-1)  # (b, i)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
-    merged = order[:, :r]
-    stay = order[:, r:].sort(dim=-1).values
-    partner = partner.gather(1, merged)
-
-    positions = torch.arange(tokens, device=metric.device)
-    b_side = positions[b::2]
-    kept = torch.cat(
-        [positions[:prefix].expand(batch, -1), 2 * stay + a, b_side.expand(batch, -1)], dim=1
-    )
+    strongest, position = order[:, :r], 2 * order + a
+    kept_a = position[:, r:].sort(dim=-1).values
+    fixed, b_side = _fixed_positions(batch, tokens, prefix, metric.device)
     return Matching(
-        kept=kept,
-        merged=2 * merged + a,
-        partner=2 * partner + b,
-        into=partner + (tokens - r - b_side.shape[0]),
+        kept=torch.cat([fixed, kept_a, b_side], dim=1),
+        merged=position[:, :r],
+        into=partner.gather(1, strongest) + (tokens - r - b_side.shape[1]),
     )
+
+
+def _fixed_positions(
+    batch: int, tokens: int, prefix: int, device: torch.device
+) -> tuple[Int[Tensor, "b prefix"], Int[Tensor, "b j"]]:
+    """Positions of the prefix and of side B, which every matching keeps."""
+    positions = torch.arange(tokens, device=device).expand(batch, -1)
+    return positions[:, :prefix], positions[:, sides(prefix)[1] :: 2]
 
 
 def compose(source: Int[Tensor, "b p"], step: Int[Tensor, "b n"]) -> Int[Tensor, "b p"]:

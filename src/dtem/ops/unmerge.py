@@ -7,8 +7,6 @@ from dtem.ops.matching import Matching
 from dtem.ops.merging import take
 
 
-def unmerge(
-    x: Float[Tensor, "b m c"], matching: Matching | Int[Tensor, "b n"]
-) -> Float[Tensor, "b n c"]:
+def unmerge(x: Float[Tensor, "b m c"], matching: Matching | Int[Tensor, "b n"]) -> Float[Tensor, "b n c"]:
     """Undo one merge (given its matching), or any number of them (given a source map)."""
     return take(x, matching.source if isinstance(matching, Matching) else matching)

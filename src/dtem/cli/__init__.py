@@ -1,0 +1,82 @@
+"""The `dtem` command: one thin file per verb. To add one: write its file, add its line here.
+
+A verb's module has `NAME`, `HELP`, `add_arguments(parser)` and `run(args) -> int`, and imports nothing heavy until it
+runs: `dtem --help` does not wait for torch.
+"""
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from dtem._version import __version__
+
+VERBS = {
+    "flops": "dtem.cli.flops",
+    "bench": "dtem.cli.bench",
+    "models": "dtem.cli.models",
+    "demo": "dtem.cli.demo",
+}
+
+EXAMPLES = """\
+examples:
+  dtem models                                       what is supported, and the paper's models
+  dtem flops deit_small_patch16_224 --r 0,8,16      what merging saves, counted
+  dtem bench deit_small_patch16_224 --r 8,16        what merging saves, timed
+  dtem demo                                         see it work, offline, in a minute
+
+`dtem VERB --help` explains each; with --json, stdout holds one JSON document and nothing else.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, with every verb."""
+    top = argparse.ArgumentParser(
+        prog="dtem",
+        description="Faster Vision Transformers by learned token merging.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"dtem {__version__}")
+    verbs = top.add_subparsers(metavar="VERB", required=True, dest="verb")
+    for name, path in VERBS.items():
+        verb = importlib.import_module(path)
+        sub = verbs.add_parser(
+            name,
+            help=verb.HELP,
+            description=verb.__doc__,
+            epilog=verb.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+        sub.set_defaults(run=verb.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code (2: a mistake in what was asked for, 130: interrupted)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parser().parse_args(argv)
+    args.command = ["dtem", *argv]
+    args.stdout = sys.stdout  # for the result alone: whatever else is printed goes to stderr
+    try:
+        from dtem.types import DtemError
+
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                code: int = args.run(args)
+            args.stdout.flush()
+            return code
+        except DtemError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less, …) has what it wanted. Python flushes stdout once more at exit: let it go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), args.stdout.fileno())
+        return 141

@@ -1,0 +1,299 @@
+"""Adapter files: what was trained, without the host, in one safetensors file.
+
+The tensors are the method's own (`handle.method.state_dict()`). The header holds one JSON document under the key
+``dtem``: format number, package version, method and its options, the host that it was made for, and the schedule.
+Nothing is ever unpickled, and a model is touched only after everything in the file has been checked.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+from dtem import adapters, methods
+from dtem import schedule as schedules
+from dtem._version import __version__
+from dtem.handle import Handle, patch
+from dtem.types import DtemError, HostSpec
+
+FORMAT = 1
+FILE = "dtem.safetensors"  # inside a folder or a Hub repository
+
+Source = str | os.PathLike[str]
+Header = dict[str, Any]
+Shapes = dict[str, tuple[torch.Size, bool]]
+_REQUIRED = {"version": str, "method": str, "options": dict, "host": dict, "schedule": str}
+_HOST = ("name", "family", "depth", "width", "heads", "head_dim", "prefix", "pooling")
+_HUB_ID = re.compile(r"(?!.*\.(safetensors|pth|pt|bin|ckpt)$)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def save(handle: Handle, path: Source, *, trained_r: object = None, notes: Mapping[str, str] | None = None) -> None:
+    """Write the method's trained parts and the schedule to `path`. An older file there is replaced whole, or kept.
+
+    `trained_r` is the schedule used in training; `notes` is anything worth keeping beside it, text by name.
+    """
+    if not isinstance(handle, Handle):
+        raise DtemError(f"save takes the handle that dtem.patch returned, not a {type(handle).__name__}")
+    state = handle.method.state_dict()
+    if not state:
+        raise DtemError(f"method {handle.method.name!r} has nothing to save: it has no trained parts")
+    tensors = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in state.items()}
+    _check_finite(tensors)
+    _replace(Path(path), to_bytes(tensors, {"dtem": json.dumps(_header(handle, trained_r, notes or {}))}))
+
+
+def from_pretrained(
+    source: Source, model: nn.Module, r: object = None, *, revision: str | None = None, **options: Any
+) -> Handle:
+    """Patch `model` with a saved adapter. If anything is wrong, the model stays as it was.
+
+    Args:
+        source: a file, a folder with ``dtem.safetensors``, a shipped name, or a Hub id ``owner/name`` (at `revision`).
+        model: an unpatched model of the kind that the adapter was made for.
+        r: any schedule of `dtem.schedule`; None: the one in the file.
+        options: settings of `dtem.patch` or the method to change, as far as the trained parts keep their shapes.
+    """
+    if isinstance(getattr(model, "dtem", None), adapters.Merger):
+        raise DtemError(f"{type(model).__name__} is patched already; unpatch it first (dtem.Handle(model).unpatch())")
+    host = adapters.find(model).describe(model)
+    path = _locate(source, revision)
+    try:
+        header, tensors = read(path)
+        _check_host(header["host"], _describe(model, host))
+        shapes = _shapes(header["method"], host, header["options"])
+        _check_tensors(tensors, shapes)
+        if r is None:
+            r = schedules.parse(header["schedule"])
+            schedules.check(r, host.patches, host.depth)
+    except DtemError as error:
+        raise DtemError(f"{path}: {error}") from error
+    shortcut = options.pop("shortcut", False)
+    changed = {**header["options"], **options}
+    if _shapes(header["method"], host, changed) != shapes:
+        listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise DtemError(f"{path}: {listed} would change the shapes of what was trained; leave it out")
+    handle = patch(model, header["method"], r, shortcut=shortcut, **changed)
+    try:
+        handle.method.load_state_dict(tensors)
+    except BaseException:
+        handle.unpatch()
+        raise
+    return handle
+
+
+def push_to_hub(
+    handle: Handle,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    card: str | None = None,
+    trained_r: object = None,
+) -> str:
+    """Upload the adapter to ``owner/name`` on the Hugging Face Hub. Returns the repository's address.
+
+    The repository, and the branch `revision` in it, are created where missing. `token` defaults to the one that
+    ``hf auth login`` stored, `card` (the text of README.md) to a short one.
+    """
+    import huggingface_hub
+
+    if not _HUB_ID.fullmatch(repo_id):
+        raise DtemError(f"{repo_id!r} is not a Hub id; write owner/name")
+    with tempfile.TemporaryDirectory() as folder:
+        save(handle, Path(folder, FILE), trained_r=trained_r)
+        text = _card(_header(handle, trained_r, {}), repo_id) if card is None else card
+        Path(folder, "README.md").write_text(text, encoding="utf-8")
+        with _hub_errors(repo_id):
+            api = huggingface_hub.HfApi(token=token)
+            url = api.create_repo(repo_id, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload adapter")
+    return str(url)
+
+
+def read(path: Source) -> tuple[Header, dict[str, Tensor]]:
+    """Header and tensors of an adapter file, checked as far as that goes without a host."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        found = json.loads(metadata.get("dtem", "null"))
+    except SafetensorError as error:
+        raise DtemError(f"this is not a whole safetensors file ({error}); other formats are never loaded") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DtemError(f"the file cannot be read: {error}") from error
+    if not isinstance(found, dict) or "format" not in found:
+        raise DtemError("this is no dtem adapter: its header names no dtem format. dtem.save writes one")
+    if found["format"] != FORMAT:
+        raise DtemError(
+            f"the file has format {found['format']!r} (by dtem {found.get('version')}), dtem {__version__} reads "
+            f"format {FORMAT}: install the version that wrote it, or a newer one"
+        )
+    for name, kind in _REQUIRED.items():
+        if not isinstance(found.get(name), kind) or (name == "host" and not found["host"].keys() >= set(_HOST)):
+            raise DtemError(f"the dtem header is damaged: {name} = {found.get(name)!r}")
+    options = found["options"].items()  # JSON knows only lists, configs only tuples
+    return {**found, "options": {name: tuple(v) if isinstance(v, list) else v for name, v in options}}, tensors
+
+
+def _header(handle: Handle, trained_r: object, notes: Mapping[str, str]) -> Header:
+    if not all(isinstance(text, str) for note in notes.items() for text in note):
+        raise DtemError(f"notes = {notes!r} must be text by name")
+    method = handle.method
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "method": method.name,
+        "options": dataclasses.asdict(method.config),
+        "host": _describe(handle.model, handle.host),
+        "dim": getattr(method, "dim", None),
+        "hidden": getattr(method.config, "hidden", None),
+        "trained_r": None if trained_r is None else str(schedules.parse(trained_r)),
+        "schedule": str(handle.merger.schedule),
+        "notes": dict(notes),
+    }
+
+
+def _describe(model: nn.Module, host: HostSpec) -> Header:
+    """The host as the header keeps it; without a name where the model has none but that of its class."""
+    nameless = host.name in {cls.__name__ for cls in type(model).__mro__}
+    return {name: None if name == "name" and nameless else getattr(host, name) for name in _HOST}
+
+
+def _in_words(host: Header) -> str:
+    return (
+        f"{host['name'] or 'a model without architecture name'} ({host['family']}, {host['depth']} blocks, width "
+        f"{host['width']}, {host['heads']} heads of {host['head_dim']}, {host['prefix']} prefix tokens, "
+        f"{host['pooling']} pooling)"
+    )
+
+
+def _check_host(saved: Header, here: Header) -> None:
+    known = _HOST if saved["name"] and here["name"] else _HOST[1:]
+    if differing := [name for name in known if saved[name] != here[name]]:
+        raise DtemError(
+            f"this adapter was made for {_in_words(saved)}, the model is {_in_words(here)}: they differ in "
+            f"{', '.join(differing)}. Load it onto the model that it was made for"
+        )
+
+
+def _shapes(method: str, host: HostSpec, options: Mapping[str, Any]) -> Shapes:
+    """Shape of every trained part, and whether it holds floats. Built without memory: a file may name any width."""
+    cls = methods.find(method)
+    try:
+        with torch.device("meta"):
+            state = cls.create(host, options).state_dict()
+    except (TypeError, RuntimeError, OverflowError) as error:
+        raise DtemError(f"the options {dict(options)} cannot be used: {error}") from error
+    return {name: (part.shape, part.dtype in _FLOATS) for name, part in state.items()}
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
+    for what, names in (("lacks", shapes.keys() - tensors.keys()), ("has unknown", tensors.keys() - shapes.keys())):
+        if names:
+            raise DtemError(f"the file {what} tensors: {', '.join(sorted(names))}")
+    for name, (shape, floats) in shapes.items():
+        found = tensors[name]
+        if found.shape != shape or (found.dtype in _FLOATS) != floats:
+            expected = f"{'floats' if floats else 'whole numbers'} of shape {tuple(shape)}"
+            raise DtemError(f"tensor {name} is {found.dtype} of shape {tuple(found.shape)}, expected {expected}")
+    _check_finite(tensors)
+
+
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise DtemError(f"tensor {name} has NaN or infinite values: the training that made it went wrong")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write beside `path`, then move over it, so that a failure leaves whatever was there."""
+    if path.is_dir():
+        raise DtemError(f"{path} is a folder; name a file in it, such as {path / FILE}")
+    beside = path.parent / f".dtem-{uuid.uuid4().hex}.tmp"
+    try:
+        with open(beside, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DtemError(f"{path} cannot be written ({reason}): its folder must exist, with room in it") from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def _locate(source: Source, revision: str | None) -> Path:
+    """The local file that `source` stands for, fetched from the Hub if need be."""
+    if not isinstance(source, str | os.PathLike):
+        raise DtemError(f"{source!r} is a {type(source).__name__}, not a path, a shipped name or a Hub id")
+    name, shipped = os.fspath(source), _shipped()
+    for path in (name, os.path.join(name, FILE)):
+        if os.path.isfile(path):
+            return Path(path)
+    if name in shipped:
+        return shipped[name]
+    if _HUB_ID.fullmatch(name) and not os.path.exists(name):
+        import huggingface_hub
+
+        with _hub_errors(name):
+            return Path(huggingface_hub.hf_hub_download(name, FILE, revision=revision))
+    raise DtemError(
+        f"no adapter found as {name!r}: it is not a file, not a folder that holds {FILE}, not a shipped name "
+        f"(shipped: {', '.join(sorted(shipped)) or 'none'}) and not a Hub id (owner/name)"
+    )
+
+
+def _shipped() -> dict[str, Path]:
+    """Adapters inside the package, by name."""
+    folder = Path(str(resources.files("dtem"))) / "pretrained"
+    return {path.stem: path for path in folder.glob("*.safetensors")}
+
+
+@contextlib.contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    from huggingface_hub import errors
+
+    unreachable = errors.HTTPError  # type: ignore[attr-defined]  # of requests or httpx, whichever it stands on
+    try:
+        yield
+    except (OSError, unreachable, errors.EntryNotFoundError, errors.HFValidationError) as error:
+        raise DtemError(
+            f"the Hub did not serve {repo_id!r}: {type(error).__name__}: {error}. Check the id, the network "
+            "(HF_HUB_OFFLINE?) and that you may use it (hf auth login); a local file needs no Hub"
+        ) from error
+
+
+def _card(header: Header, repo_id: str) -> str:
+    host, name = header["host"], json.dumps(header["host"]["name"] or "unnamed")
+    return f"""---
+library_name: dtem
+base_host: {name}
+tags: [dtem, token-merging, vision-transformer, {host["family"]}]
+---
+# {repo_id}
+
+A `{header["method"]}` adapter for {_in_words(host)}, trained with r = {header["trained_r"] or "(not recorded)"}.
+
+```python
+model = timm.create_model({name}, pretrained=True)
+handle = dtem.from_pretrained("{repo_id}", model)  # stored schedule: r = {header["schedule"]}
+```
+"""

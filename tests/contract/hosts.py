@@ -1,0 +1,119 @@
+"""Tiny random hosts of every supported kind, and small helpers that the clauses share."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import dtem
+from dtem.methods import METHODS
+
+DEPTH = 4
+R = 9
+
+
+@dataclass(frozen=True)
+class Host:
+    """How to build a tiny model, and what it can do."""
+
+    build: Callable[[], nn.Module]
+    image: tuple[int, int, int] = (3, 32, 32)
+    soft: bool = True
+    """Whether its pooling allows soft merging."""
+
+
+def vit(name: str = "vit_tiny_patch16_224", **settings: object) -> Callable[[], nn.Module]:
+    tiny = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": DEPTH, "num_heads": 2, "num_classes": 5}
+    return lambda: timm.create_model(name, **{**tiny, **settings})
+
+
+HOSTS: dict[str, Host] = {
+    "deit": Host(vit("deit_tiny_patch16_224")),
+    "distilled": Host(vit("deit_tiny_distilled_patch16_224")),
+    "deit3": Host(vit("deit3_small_patch16_224")),
+    "augreg": Host(vit("vit_small_patch16_384", mlp_ratio=3.0)),
+    "mae": Host(vit(global_pool="avg")),
+    "dinov2_registers": Host(vit("vit_small_patch14_reg4_dinov2", dynamic_img_size=True)),
+    "qk_norm": Host(vit(qk_norm=True)),
+    "no_qkv_bias": Host(vit(qkv_bias=False)),
+    "siglip": Host(vit("vit_base_patch16_siglip_224")),
+    "no_class_token": Host(vit(class_token=False, global_pool="avg", fc_norm=False)),
+    "mean_with_prefix": Host(vit(global_pool="avg", pool_include_prefix=True)),
+    "non_square": Host(vit(img_size=(32, 48)), image=(3, 32, 48)),
+    "odd_grid": Host(vit(img_size=(28, 36)), image=(3, 28, 36)),
+    "avgmax": Host(vit(global_pool="avgmax"), soft=False),
+    "max": Host(vit(global_pool="max"), soft=False),
+    "scale_norms": Host(vit(scale_attn_norm=True, scale_mlp_norm=True)),
+    "clip": Host(vit("vit_base_patch32_clip_224")),
+    "drop_path": Host(vit(drop_path_rate=0.4)),
+}
+
+FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
+"""Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
+
+
+@functools.cache
+def _template(name: str) -> nn.Module:
+    torch.manual_seed(sum(map(ord, name)))
+    return lively(HOSTS[name].build()).eval()
+
+
+@torch.no_grad()
+def lively(model: nn.Module) -> nn.Module:
+    """Random weights of a size that matters: fresh ones (tiny class token, layer scale 1e-5) hide most mistakes."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.normal_(1.0, 0.2)
+        elif name.endswith("gamma"):
+            parameter.normal_(0.7, 0.2)
+        elif parameter.ndim == 1:
+            parameter.normal_(0.0, 0.2)
+        elif "token" in name or "embed" in name.split(".")[-1] or "latent" in name:
+            parameter.normal_(0.0, 0.7)
+        else:
+            parameter.normal_(0.0, 1.3 * parameter[0].numel() ** -0.5)
+    return model
+
+
+def fresh(name: str) -> nn.Module:
+    """A copy of the tiny host `name`, always with the same weights, in eval mode."""
+    return copy.deepcopy(_template(name))
+
+
+def images(name: str, batch: int = 2, seed: int = 0) -> Tensor:
+    return torch.randn(batch, *HOSTS[name].image, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def can_relax(method: str) -> bool:
+    return dtem.patch(fresh("deit"), method).method.can_relax()
+
+
+def every(names: Iterable[str] = HOSTS, soft: bool = False) -> pytest.MarkDecorator:
+    """Run a clause for every host and method; with `soft`, for those that have a soft mode."""
+    cases = [
+        pytest.param(name, method, id=f"{name}-{method}")
+        for name in names
+        for method in METHODS
+        if not soft or (HOSTS[name].soft and can_relax(method))
+    ]
+    return pytest.mark.parametrize(("name", "method"), cases)
+
+
+def patched(name: str, method: str, r: object = R, **options: object) -> tuple[nn.Module, dtem.Handle]:
+    model = fresh(name)
+    return model, dtem.patch(model, method, r, **options)
+
+
+def gradients(model: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Output and the gradient of every parameter, for a loss that weighs each logit differently."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    out = model(x)
+    (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
+    return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
