@@ -205,14 +205,14 @@ class _Merging:
         **kwargs: Any,
     ) -> Any:
         """As the host's, on the full grid: every merged patch gets a copy of the token that holds it."""
-        options = dict(
-            indices=indices,
-            return_prefix_tokens=return_prefix_tokens,
-            norm=norm,
-            stop_early=stop_early,
-            output_fmt=output_fmt,
-            intermediates_only=intermediates_only,
-        )
+        options: dict[str, Any] = {
+            "indices": indices,
+            "return_prefix_tokens": return_prefix_tokens,
+            "norm": norm,
+            "stop_early": stop_early,
+            "output_fmt": output_fmt,
+            "intermediates_only": intermediates_only,
+        }
         if output_dict:
             options["output_dict"] = True
         if not self.dtem.active:
@@ -253,6 +253,7 @@ class _Merging:
         """Tokens through the first `blocks` blocks (all by default), merging on the way."""
         method, prefix = self.dtem.method, self.num_prefix_tokens
         patches = x.shape[1] - prefix
+        again = self.grad_checkpointing and torch.is_grad_enabled()
         trace = current_trace()
         source = None
         if (trace is not None or grids is not None) and not method.soft:
@@ -267,10 +268,7 @@ class _Merging:
                 attention=functools.partial(attention, block, method.embed(layer)),
                 mlp=functools.partial(mlp, block),
             )
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                tokens = checkpointed(step, tokens)
-            else:
-                tokens = step(tokens)
+            tokens = checkpointed(step, tokens) if again else step(tokens)
             if trace is not None:
                 trace.record(tokens)
             if grids is not None:
