@@ -478,7 +478,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "host without fields": (with_field(host={"name": HOST}), "damaged: host"),
     "no schedule": (with_field(schedule=None), "damaged: schedule"),
     "bad schedule": (with_field(schedule="lots"), "'lots' is not a schedule"),
-    "unsolved schedule": (with_field(schedule="99"), "r = 99 is more than half"),
+    "schedule beyond the host": (with_field(schedule="99"), "r = 99 is more than half"),
     "schedule of another depth": (with_field(schedule="1/2"), "one per block"),
     "missing tensor": (with_tensor(WEIGHT, None), f"lacks tensors: {WEIGHT}"),
     "additional tensor": (with_tensor("head.weight", torch.zeros(2)), "unknown tensors: head.weight"),
