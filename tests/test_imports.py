@@ -76,13 +76,18 @@ def imports(tree: ast.Module, path: Path) -> Iterator[Import]:
                     yield f"dtem.{alias.name}", node.lineno, runs
             else:
                 yield ".".join(base), node.lineno, runs
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
+        elif isinstance(node, ast.Constant) and _names_a_room(node.value):
             yield node.value, node.lineno, False
         later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _type_checking(node)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, runs and not later)
 
     yield from walk(tree, True)
+
+
+def _names_a_room(value: object) -> bool:
+    """A dotted path into dtem, not a file name such as dtem.safetensors."""
+    return isinstance(value, str) and DOTTED.fullmatch(value) is not None and room_named(value) in ROOMS
 
 
 def _type_checking(node: ast.AST) -> bool:
@@ -192,6 +197,7 @@ def test_the_walk_sees_what_is_wrong(file: str, source: str) -> None:
         ("ops/merging.py", "from . import matching\nfrom .matching import match\nfrom ..types import DtemError"),
         ("cli/main.py", "import dtem\nfrom dtem import patch, __version__"),
         ("storage.py", "from dtem import __version__, handle"),
+        ("storage.py", "NAME = 'dtem.safetensors'"),
     ],
 )
 def test_the_walk_lets_pass_what_is_right(file: str, source: str) -> None:

@@ -57,6 +57,16 @@ def test_a_single_pair_merges_whole() -> None:
     assert gradient.tolist() == [[[0.0]]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_are_used_up_stay_finite(dtype: torch.dtype) -> None:
+    """Cold and with fewer rows than steps, every p reaches 1 exactly: log(1 − p) must stay a number."""
+    s = similarity(2, 2, 5).detach().to(dtype).requires_grad_()
+    edges, gradient = value_and_gradient(ops.soft_group, s, r=3, temperature=1e-3)
+    assert torch.isfinite(edges).all()
+    assert torch.isfinite(gradient).all()
+    torch.testing.assert_close(edges.sum(dim=2), torch.ones(2, 2, dtype=dtype))
+
+
 def test_the_clip_is_at_work_and_has_no_gradient() -> None:
     """One row far ahead of the rest at a high temperature is chosen more than once in total."""
     s = similarity()
@@ -98,8 +108,9 @@ def test_gradcheck(candidates: int | None) -> None:
     assert torch.autograd.gradcheck(lambda s: ops.soft_group(s, **settings), (s,))
 
 
-def test_candidates_break_ties_by_the_lower_index() -> None:
-    edges = ops.soft_group(torch.zeros(1, 3, 4), 1, candidates=2)
+@pytest.mark.parametrize("alike", [-1.0, 0.0, 1.0])
+def test_candidates_break_ties_by_the_lower_index(alike: float) -> None:
+    edges = ops.soft_group(torch.full((1, 3, 4), alike), 1, candidates=2)
     assert (edges > 0).tolist() == [[[True, True, False, False]] * 3]
 
 
