@@ -42,11 +42,11 @@ def test_a_token_of_size_m_counts_as_m_tokens() -> None:
     torch.testing.assert_close(weighted, repeated, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["none", "mask"])
+@pytest.mark.parametrize("way", ["none", "mask", "channel"])
 def test_fewer_queries_than_keys(way: str) -> None:
     """The last block's shortcut asks for the prefix tokens only."""
     q, k, v = qkv()
-    bias = None if way == "none" else ops.log_size(sizes())
+    bias = None if way == "none" else ops.log_size(sizes()).requires_grad_(way == "channel")
     out = ops.attend(q[:, :, :2], k, v, bias, 0.5)
     torch.testing.assert_close(out, oracles.attention(q, k, v, bias, 0.5)[:, :, :2], rtol=1e-10, atol=1e-12)
 
