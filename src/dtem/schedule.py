@@ -5,7 +5,7 @@
 | the same r in every block | ``16`` | ``16`` |
 | r on average, more at the front (−1) or at the back (1) | ``(16, -0.5)`` | ``16@-0.5`` |
 | one r per block | ``[16, 16, 8, 0]`` | ``16/16/8/0`` |
-| a share of the patches left | ``0.2`` | ``20%`` |
+| a share of the patches left | ``0.2`` | ``20%`` or ``0.2`` |
 | as much as meets a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
 """
 
@@ -55,7 +55,7 @@ class Inflected:
         return [int(low + step * layer) for layer in range(depth)] if depth > 1 else [self.r]
 
     def __str__(self) -> str:
-        return f"{self.r}@{self.inflect:g}"
+        return f"{self.r}@{self.inflect!r}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Ratio:
         return [self.ratio] * depth
 
     def __str__(self) -> str:
-        return f"{100 * self.ratio:g}%"
+        percent = f"{100 * self.ratio:g}"
+        return f"{percent}%" if float(percent) / 100 == self.ratio else repr(self.ratio)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _parse_text(text: str) -> Schedule:
             return Inflected(int(r), float(inflect))
         if "/" in body:
             return PerLayer(tuple(int(part) for part in body.split("/")))
-        return Constant(int(body))
+        return Ratio(float(body)) if "." in body else Constant(int(body))
     except DtemError:
         raise
     except ValueError:

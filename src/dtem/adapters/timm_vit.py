@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention, Mlp
+from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -220,8 +221,9 @@ class _Merging:
             return super().forward_intermediates(x, **options, **kwargs)
         if self.dtem.method.soft:
             raise DtemError("intermediate grids exist for hard merging only; set handle.mode = 'hard' first")
+        options["indices"], last = feature_take_indices(len(self.blocks), indices)
         states: list[Tensor] = []
-        self._walk(self._embed(x, **kwargs), grids=states)
+        self._walk(self._embed(x, **kwargs), blocks=last + 1 if stop_early else None, grids=states)
         return _replay(self, x, states, options)
 
     def pool(self: Any, x: Tensor, pool_type: str | None = None) -> Tensor:

@@ -18,13 +18,13 @@ def log_size(size: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
 
 
 def attend(
-    q: Float[Tensor, "b h n e"],
+    q: Float[Tensor, "b h q e"],
     k: Float[Tensor, "b h n e"],
     v: Float[Tensor, "b h n e"],
     bias: Float[Tensor, "b n"] | None,
     scale: float,
     dropout: float = 0.0,
-) -> Float[Tensor, "b h n e"]:
+) -> Float[Tensor, "b h q e"]:
     """Fused attention with `bias` (log sizes) on the keys."""
     if bias is None or not (bias.requires_grad and torch.is_grad_enabled()):
         mask = None if bias is None else bias.to(q.dtype).view(bias.shape[0], 1, 1, -1)
@@ -36,13 +36,13 @@ def attend(
 
 
 def attend_by_channel(
-    q: Float[Tensor, "b h n e"],
+    q: Float[Tensor, "b h q e"],
     k: Float[Tensor, "b h n e"],
     v: Float[Tensor, "b h n e"],
     bias: Float[Tensor, "b n"],
     scale: float,
     dropout: float = 0.0,
-) -> Float[Tensor, "b h n e"]:
+) -> Float[Tensor, "b h q e"]:
     """The bias as one more channel of q and k: no mask, so every fused kernel serves, with gradients too."""
     q = torch.cat([q, q.new_full((), 1.0 / scale).expand(*q.shape[:3], 1)], dim=-1)
     k = torch.cat([k, bias.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)], dim=-1)
@@ -50,7 +50,7 @@ def attend_by_channel(
     return out[..., :-1]
 
 
-def _fill_query_blocks(q: Float[Tensor, "b h n e"]) -> Float[Tensor, "b h m e"]:
+def _fill_query_blocks(q: Float[Tensor, "b h q e"]) -> Float[Tensor, "b h m e"]:
     """Zero queries up to 192 where that is faster: torch's CPU kernel works on 64 queries at a time from 192 on, on 32
     below, at half the speed per query. Worth it from about 140 queries (benchmarks/attention.py)."""
     count = q.shape[2]

@@ -18,7 +18,7 @@ from dtem.types import DtemError
 class Matching:
     """Which tokens merge, as data. Positions in `kept` and `merged` refer to the input, `into` to the output."""
 
-    kept: Int[Tensor, "b n-r"]
+    kept: Int[Tensor, "b left"]
     """The tokens that stay, in output order: prefix, kept A, then B."""
     merged: Int[Tensor, "b r"]
     """The A tokens that go, strongest edge first."""
