@@ -47,8 +47,11 @@ def test_proportional_in_training_only():
         assert torch.equal(train.model(x), on.model(x))
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTS if name != "qk_norm"])  # there k-norm is between W_k and k
-@pytest.mark.parametrize("dim", [None, 32, 48])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [(name, None) for name in HOSTS if name != "qk_norm"]  # there k_norm stands between W_k and the keys
+    + [(name, dim) for name in ("distilled", "mae", "no_qkv_bias") for dim in (32, 48)],
+)
 def test_untrained_dtem_is_tome(name, dim):
     tome, trained = patched(name, "tome")[1], patched(name, "dtem", dim=dim)[1]
     x = images(name, batch=4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dtem
-from contract.hosts import HOSTS, R, every, fresh, gradients, images, patched
+from contract.hosts import FEW, HOSTS, R, every, fresh, gradients, images, patched
 from dtem import adapters, methods
 
 pytestmark = pytest.mark.contract
@@ -75,7 +75,7 @@ def test_patching_twice_is_refused(name, method):
     assert handle.r == R
 
 
-@every()
+@every(FEW)
 def test_r_can_be_set_at_any_time(name, method):
     model, handle = patched(name, method, r=0)
     x = images(name)
