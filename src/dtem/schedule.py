@@ -51,8 +51,9 @@ class Inflected:
     def wanted(self, depth: int) -> list[int]:
         low = int(self.r * (1.0 - self.inflect))
         high = 2 * self.r - low
-        step = (high - low) / (depth - 1) if depth > 1 else 0.0
-        return [int(low + step * layer) for layer in range(depth)] if depth > 1 else [self.r]
+        if depth == 1:
+            return [self.r]
+        return [low + (high - low) * layer // (depth - 1) for layer in range(depth)]
 
     def __str__(self) -> str:
         return f"{self.r}@{self.inflect!r}"
@@ -94,7 +95,7 @@ class Ratio:
 
     def __str__(self) -> str:
         percent = f"{100 * self.ratio:g}"
-        return f"{percent}%" if float(percent) / 100 == self.ratio else repr(self.ratio)
+        return f"{percent}%" if float(percent) / 100 == self.ratio else f"{self.ratio:.20f}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Budget:
         return PerLayer(plan(low))
 
     def __str__(self) -> str:
-        return f"{self.gflops:g}G"
+        return f"{self.gflops!r}G"
 
 
 Schedule = Constant | Inflected | PerLayer | Ratio | Budget
@@ -152,7 +153,7 @@ def parse(spec: object) -> Schedule:
         if spec.is_integer():
             return Constant(int(spec))
         return Ratio(spec)
-    if isinstance(spec, Sequence):
+    if isinstance(spec, Sequence) and not isinstance(spec, bytes | bytearray):
         if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], float):
             return Inflected(*spec)
         return PerLayer(tuple(spec))

@@ -184,8 +184,9 @@ def _in_words(host: Header) -> str:
 
 
 def _check_host(saved: Header, here: Header) -> None:
-    known = _HOST if saved["name"] and here["name"] else _HOST[1:]
-    if differing := [name for name in known if saved[name] != here[name]]:
+    """Pooling may differ: an embedding for every block is in the file, whichever token the head reads."""
+    known = set(_HOST) - {"pooling"} - (set() if saved["name"] and here["name"] else {"name"})
+    if differing := [name for name in _HOST if name in known and saved[name] != here[name]]:
         raise DtemError(
             f"this adapter was made for {_in_words(saved)}, the model is {_in_words(here)}: they differ in "
             f"{', '.join(differing)}. Load it onto the model that it was made for"

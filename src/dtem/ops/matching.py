@@ -69,12 +69,15 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
     batch, tokens, _ = metric.shape
     check_r(r, tokens - prefix)
+    fixed, b_side = _fixed_positions(batch, tokens, prefix, metric.device)
+    if not b_side.shape[1]:  # a lone patch, or none: nothing to match with
+        everything = torch.arange(tokens, device=metric.device).expand(batch, -1)
+        return Matching(kept=everything, merged=everything[:, :0], into=everything[:, :0])
     a, _ = sides(prefix)
     best, partner = cosine(metric.detach(), prefix).max(dim=-1)  # (b, i)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
     strongest, position = order[:, :r], 2 * order + a
     kept_a = position[:, r:].sort(dim=-1).values
-    fixed, b_side = _fixed_positions(batch, tokens, prefix, metric.device)
     return Matching(
         kept=torch.cat([fixed, kept_a, b_side], dim=1),
         merged=position[:, :r],

@@ -1,8 +1,8 @@
 """Merging: hard (inference) and soft (training).
 
 Both are written as a correction of the token that receives, x_j + Σ_i m_i (x_i − x_j) / m̂_j. That is the
-size-weighted mean (m_j x_j + Σ_i m_i x_i) / m̂_j, touches only rows that change, and keeps the feature of a token
-whose size has gone to nothing.
+size-weighted mean (m_j x_j + Σ_i m_i x_i) / m̂_j; the hard merge touches only rows that change, and the soft one keeps
+the feature of a token whose size has gone to nothing.
 """
 
 from typing import NamedTuple
