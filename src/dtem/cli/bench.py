@@ -1,6 +1,6 @@
 """Time merging against the unmerged model, in one run.
 
-Contenders take turns (each round times all of them once, in rotated order), and the speed-up is the median of the
+Contenders take turns (each round times all of them once, in changing order), and the speed-up is the median of the
 ratios within rounds, with its quartiles. The unmerged model is timm's own, never patched; r=0 is the patched model
 with nothing to merge. Peak memory is what one forward holds beyond weights and input: on CUDA as the allocator counts
 it, on CPU the bytes of live tensors (not known for compiled models there).
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from dtem.cli import common
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from dtem.handle import Handle
 
 NAME = "bench"
 HELP = "time r against the unmerged model: speed-up with spread, memory"
@@ -61,14 +64,13 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     host = common.build(args).to(args.device, getattr(torch, args.dtype))
-    merged = copy.deepcopy(host)
-    handle = common.patch(args, merged)
+    handles = patched_copies(host, specs, functools.partial(common.patch, args))
     total = len(batches) * (args.rounds + args.warmup)
     with progress(total) as advance:
-        rows = measure(host, merged, specs, batches, args.rounds, args.warmup, args.compile, args.seed, advance)
+        rows = measure(host, handles, batches, args.rounds, args.warmup, args.compile, args.seed, advance)
     document = {
         "model": args.model,
-        "method": handle.method.name,
+        "method": handles[specs[0]].method.name,
         "adapter": args.adapter and record.plain_command(["", args.adapter])[1],
         "device": args.device,
         "dtype": args.dtype,
@@ -78,17 +80,27 @@ def run(args: argparse.Namespace) -> int:
         "rounds": args.rounds,
         "rows": rows,
     }
-    if args.out is not None:
-        record.save(record.collect("bench", document, seed=args.seed, command=args.command), args.out)
-    title = f"{args.model}, {document['method']}, {args.device}, {args.dtype}, {document['threads']} threads"
+    title = f"{args.model}, {document['method']}, {args.device}, {args.dtype}, threads: {document['threads']}"
     common.show(args, document, draw(title + (", compiled" if args.compile else ""), rows))
+    if args.out is not None:  # last: a file that cannot be written does not cost the numbers
+        record.save(record.collect("bench", document, seed=args.seed, command=args.command), args.out)
     return 0
+
+
+def patched_copies(
+    host: "nn.Module", specs: list[str], patch: Callable[["nn.Module"], "Handle"]
+) -> dict[str, "Handle"]:
+    """A copy of `host` for each schedule, each freshly patched: nothing that one of them keeps helps another."""
+    handles = {}
+    for spec in specs:
+        handles[spec] = patch(copy.deepcopy(host))
+        handles[spec].r = spec
+    return handles
 
 
 def measure(
     host: "nn.Module",
-    merged: "nn.Module",
-    specs: list[str],
+    handles: dict[str, "Handle"],
     batches: list[int],
     rounds: int,
     warmup: int,
@@ -96,18 +108,14 @@ def measure(
     seed: int = 0,
     advance: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time `host` against copies of the patched `merged`, one for each of `specs`. One row per batch and contender."""
+    """Time `host` against its patched copies, by schedule. One row per batch and contender."""
     import torch
 
-    from dtem.handle import Handle
     from dtem.measure import flops, throughput
 
-    image = Handle(merged).host.image
-    models, macs = {UNMERGED: host}, {UNMERGED: flops.count(host, image).macs}
-    for spec in specs:
-        model = copy.deepcopy(merged)
-        Handle(model).r = spec
-        models[spec], macs[spec] = model, flops.count(model, image).macs
+    image = next(iter(handles.values())).host.image
+    models = {UNMERGED: host, **{spec: handle.model for spec, handle in handles.items()}}
+    macs = {name: flops.count(model, image).macs for name, model in models.items()}
     weight = next(host.parameters())
     rows = []
     for size in batches:

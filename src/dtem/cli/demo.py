@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     import dtem
-    from dtem.handle import Handle
 
     batches = bench.batch_sizes(str(args.batch))
     torch.manual_seed(0)
@@ -44,15 +43,13 @@ def run(args: argparse.Namespace) -> int:
         {"check": "at r = 0 the patched model's output is the host's, bit by bit", "passed": unchanged(host)},
         {"check": "untrained, dtem merges the same patches as tome in every block", "passed": same_merges(host)},
     ]
-    merged = copy.deepcopy(host)
-    handle = dtem.patch(merged)
+    handles = bench.patched_copies(host, SCHEDULES, dtem.patch)
     counts = []
-    for spec in SCHEDULES:
-        handle.r = spec
+    for spec, handle in handles.items():
         count = common.count(handle)
         counts.append({"r": spec, "tokens": handle.tokens[-1], "macs": count.macs, "paper": count.paper})
     with bench.progress(args.rounds + 1) as advance:
-        rows = bench.measure(host, merged, SCHEDULES, batches, args.rounds, 1, advance=advance)
+        rows = bench.measure(host, handles, batches, args.rounds, 1, advance=advance)
     document = {
         "model": MODEL,
         "note": NOTE,
@@ -61,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "threads": torch.get_num_threads(),
         "rows": rows,
     }
-    common.show(args, document, *_parts(document, Handle(merged).host.depth))
+    common.show(args, document, *_parts(document))
     return 0 if all(check["passed"] for check in checks) else 1
 
 
@@ -102,15 +99,15 @@ def _images(count: int) -> "Tensor":
     return torch.randn(count, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
 
-def _parts(document: dict[str, Any], depth: int) -> list[object]:
+def _parts(document: dict[str, Any]) -> list[object]:
     lines = [f"{'ok    ' if check['passed'] else 'FAILED'}  {check['check']}" for check in document["checks"]]
     counts = common.table(
         f"{MODEL}: what is counted",
-        ("r", f"tokens after block {depth}", "GFLOPs (MACs)", "GFLOPs (paper)"),
+        ("r", "tokens after the last block", "GFLOPs (MACs)", "GFLOPs (paper)"),
         [
             (row["r"], str(row["tokens"]), common.giga(row["macs"]), common.giga(row["paper"]))
             for row in document["counts"]
         ],
     )
-    timed = bench.draw(f"{MODEL}: what is timed (cpu, float32, {document['threads']} threads)", document["rows"])
+    timed = bench.draw(f"{MODEL}: what is timed (cpu, float32, threads: {document['threads']})", document["rows"])
     return [NOTE, "", *lines, "", counts, timed]

@@ -42,8 +42,8 @@ def _read(path: Path) -> Any:
             f"{path.name} is damaged, or holds more than tensors, and is not opened since it could run code. "
             "Save the model's state_dict alone (best as .safetensors) and use that file."
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise DtemError(f"{path.name} is damaged or no torch file: {str(error).splitlines()[:1]}") from error
+    except Exception as error:  # a damaged file can break torch's reader anywhere
+        raise DtemError(f"{path.name} is damaged or no torch file: {error!r:.200}") from error
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:

@@ -84,7 +84,15 @@ def save(record: Record, path: str | Path) -> Path:
     """Write a record: a reader sees the old file or the new one, never half of one."""
     path = Path(path)
     text = json.dumps(dataclasses.asdict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text)
+    except OSError as error:
+        raise DtemError(f"cannot write the record {path}: {error.strerror}") from error
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -96,7 +104,6 @@ def save(record: Record, path: str | Path) -> Path:
     except BaseException:
         os.unlink(temporary)
         raise
-    return path
 
 
 def load(path: str | Path) -> Record:

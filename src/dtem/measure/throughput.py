@@ -1,8 +1,9 @@
 """Timing models against each other, and the memory that a forward needs.
 
 Clocks, other processes and temperature drift within seconds, so contenders take turns: every round times each of them
-once, in rotated order, and each is compared with the baseline of the same round. What is reported is the median of
-those ratios with its spread; a ratio of two separate runs would mostly measure the drift.
+once, and each is compared with the baseline of the same round. The order rotates, and runs backwards in every other
+round, so that no contender always follows the same one. What is reported is the median of those ratios with its
+spread; a ratio of two separate runs would mostly measure the drift.
 """
 
 import statistics
@@ -74,7 +75,8 @@ def compare(
     with torch.inference_mode():
         for turn in range(warmup + rounds):
             first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            order = names[first:] + names[:first]
+            for name in order if turn % 2 == 0 else reversed(order):
                 _synchronise(batch)
                 start = clock()
                 contenders[name](batch)

@@ -1,0 +1,257 @@
+"""Every verb on a tiny model: one JSON document, a readable table, and mistakes that explain themselves."""
+
+import json
+import sys
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import dtem
+from dtem.cli import VERBS, common, demo, main, models
+from dtem.measure import record
+
+QUICK = {
+    "flops": ["flops", "test_vit", "--r", "0,8"],
+    "bench": ["bench", "test_vit", "--r", "0,8", "--batch", "1,2", "--rounds", "2", "--warmup", "0"],
+    "models": ["models"],
+    "demo": ["demo", "--rounds", "1", "--batch", "1"],
+}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """Run a command that must succeed; returns its stdout."""
+
+    def command(*argv: str) -> str:
+        code = main(argv)
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        return printed.out
+
+    return command
+
+
+def test_every_verb_is_tested() -> None:
+    assert set(QUICK) == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", QUICK)
+def test_json_is_one_document(verb: str, run) -> None:
+    assert isinstance(json.loads(run(*QUICK[verb], "--json")), dict)
+
+
+@pytest.mark.parametrize(
+    ("verb", "shown"),
+    [
+        ("flops", ["GFLOPs (MACs)", "GFLOPs (paper)", "parameters added", "8 ×6"]),
+        ("bench", ["unmerged", "speed-up (quartiles)", "peak memory", "im/s"]),
+        ("models", ["MAE-L", "vit_small_patch16_384", "GFLOPs (paper)"]),
+        ("demo", ["The weights are random", "ok      at r = 0", "ok      untrained", "speed-up"]),
+    ],
+)
+def test_tables(verb: str, shown: list[str], run) -> None:
+    out = run(*QUICK[verb])
+    for text in shown:
+        assert text in out
+
+
+def test_flops_are_those_of_the_handle(run) -> None:
+    document = json.loads(run("flops", "test_vit", "--method", "tome", "--r", "0, 8,20%,0.03G,8", "--json"))
+    handle = dtem.patch(timm.create_model("test_vit"), method="tome")
+    assert [row["r"] for row in document["rows"]] == ["0", "8", "20%", "0.03G"]
+    assert document["parameters_added"] == 0
+    for row in document["rows"]:
+        handle.r = row["r"]
+        count = common.count(handle)
+        assert (row["macs"], row["paper"]) == (count.macs, count.paper)
+        assert row["plan"] == list(handle.plan)
+        assert row["tokens"] == handle.tokens[-1]
+    whole, merged = document["rows"][:2]
+    assert whole["macs_reduction_percent"] == 0
+    assert merged["macs_reduction_percent"] == pytest.approx(100 * (1 - merged["macs"] / whole["macs"]))
+
+
+def test_flops_count_the_parameters_of_an_adapter(run, tmp_path) -> None:
+    handle = dtem.patch(timm.create_model("test_vit"), dim=8, r=8)
+    dtem.save(handle, tmp_path / "a.safetensors")
+    document = json.loads(run("flops", "test_vit", "--adapter", str(tmp_path / "a.safetensors"), "--r", "8", "--json"))
+    assert document["parameters_added"] == sum(p.numel() for p in handle.method.parameters())
+    assert document["rows"][0]["macs"] == common.count(handle).macs
+
+
+def test_options_reach_the_model(run) -> None:
+    argv = ["flops", "test_vit", "--img-size", "64x96", "--pool", "avg", "--r", "4", "--json"]
+    document = json.loads(run(*argv))
+    handle = dtem.patch(timm.create_model("test_vit", img_size=(64, 96), global_pool="avg"), r=4)
+    assert document["image"] == [3, 64, 96]
+    assert document["rows"][0]["macs"] == common.count(handle).macs
+
+
+def test_the_shortcut_counts_less(run) -> None:
+    whole, short = (
+        json.loads(run("flops", "test_vit", "--r", "8", "--json", *more))["rows"][0]["macs"]
+        for more in ([], ["--shortcut"])
+    )
+    assert short < whole
+
+
+def test_bench_rows_and_record(run, tmp_path) -> None:
+    out = tmp_path / "bench.json"
+    document = json.loads(run(*QUICK["bench"], "--json", "--seed", "3", "--out", str(out)))
+    assert [(row["batch"], row["r"]) for row in document["rows"]] == [
+        (size, r) for size in (1, 2) for r in (None, "0", "8")
+    ]
+    for row in document["rows"]:
+        ratio = row["speedup"]
+        assert 0 < ratio["min"] <= ratio["low"] <= ratio["median"] <= ratio["high"] <= ratio["max"]
+        assert row["images_per_second"] == pytest.approx(row["batch"] / row["seconds"])
+        assert row["peak_bytes"] > 0
+    unmerged, same, merged = document["rows"][:3]
+    assert unmerged["speedup"]["median"] == unmerged["macs_ratio"] == same["macs_ratio"] == 1
+    assert merged["macs_ratio"] > 1
+    kept = record.load(out)
+    assert kept.results == document
+    assert (kept.kind, kept.seed) == ("bench", 3)
+    assert kept.command[:2] == ["dtem", "bench"]
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_bench_never_patches_the_baseline(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtem.measure import throughput
+
+    seen = {}
+    plain = throughput.compare
+
+    def spy(contenders, *args, **kwargs):
+        seen.update({name: hasattr(model, "dtem") for name, model in contenders.items()})
+        return plain(contenders, *args, **kwargs)
+
+    monkeypatch.setattr(throughput, "compare", spy)
+    run(*QUICK["bench"])
+    assert seen == {"unmerged": False, "0": True, "8": True}
+
+
+def test_bench_in_half_precision(run) -> None:
+    full, half = (
+        json.loads(run(*QUICK["bench"], "--json", "--dtype", dtype))["rows"][0] for dtype in ("float32", "bfloat16")
+    )
+    assert half["peak_bytes"] < full["peak_bytes"]
+
+
+def test_bench_with_weights(run, tmp_path) -> None:
+    host = timm.create_model("test_vit", num_classes=7, global_pool="avg")
+    save_file(host.state_dict(), tmp_path / "w.safetensors")
+    argv = [*QUICK["bench"], "--json", "--weights", str(tmp_path / "w.safetensors"), "--pool", "avg", "--classes", "7"]
+    assert len(json.loads(run(*argv))["rows"]) == 6
+
+
+def test_models_are_the_papers(run) -> None:
+    document = json.loads(run("models", "--json"))
+    assert [family["name"] for family in document["families"]] == list(dtem.adapters.ADAPTERS)
+    by_title = {model["title"]: model for model in document["models"]}
+    assert list(by_title) == [preset.title for preset in models.PRESETS]
+    large = by_title["AugReg ViT-S 384"]
+    assert (large["tokens"], large["prefix"], large["r"]) == (577, 1, 48)
+    assert large["paper"] / 1e9 == pytest.approx(15.7, rel=0.01)
+    assert large["merged_paper"] / 1e9 == pytest.approx(7.54, rel=0.01)
+    assert by_title["MAE-L"]["pool"] == "avg"
+
+
+def test_demo_document(run) -> None:
+    document = json.loads(run(*QUICK["demo"], "--json"))
+    assert [check["passed"] for check in document["checks"]] == [True, True]
+    assert "random" in document["note"]
+    assert [row["tokens"] for row in document["counts"]] == [197, 101, 41, 11]
+    assert [row["r"] for row in document["rows"]] == [None, "0", "8", "13", "16"]
+
+
+@pytest.mark.parametrize("check", ["unchanged", "same_merges"])
+def test_demo_fails_when_a_check_does(check: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(demo, "unchanged", lambda host: check != "unchanged")
+    monkeypatch.setattr(demo, "same_merges", lambda host: check != "same_merges")
+    monkeypatch.setattr(demo.bench, "measure", lambda *args, **kwargs: [])
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().out.count("FAILED") == 1
+
+
+def test_demo_checks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = dtem.patch
+    host = timm.create_model(demo.MODEL, depth=2).eval()
+    assert demo.unchanged(host)
+    assert demo.same_merges(host)
+    monkeypatch.setattr(dtem, "patch", lambda model, r=0, **options: patch(model, r=r or 4, **options), raising=False)
+    assert not demo.unchanged(host)
+
+    def random_start(model, method="dtem", **options):
+        return patch(model, method, **options, **({"init": "random"} if method == "dtem" else {}))
+
+    monkeypatch.setattr(dtem, "patch", random_start, raising=False)
+    assert not demo.same_merges(host)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["flops", "deit_smal_patch16_224"], ["'deit_smal_patch16_224'", "did you mean deit_small_patch16_224"]),
+        (["flops", "zzzzzzzz"], ["'zzzzzzzz'", "dtem models"]),
+        (["flops", "deit_tiny_patch16_224.nothing"], ["nothing"]),
+        (["flops", "test_resnet"], ["ResNet is not supported", "deit_"]),
+        (["flops", "test_vit", "--method", "tomato"], ["'tomato'", "dtem, tome"]),
+        (["flops", "test_vit", "--r", "8,,16"], ["r = ''"]),
+        (["flops", "test_vit", "--r", "-4"], ["-4"]),
+        (["flops", "test_vit", "--r", "500"], ["500"]),
+        (["flops", "test_vit", "--r", "eight"], ["'eight'"]),
+        (["flops", "test_vit", "--img-size", "big"], ["--img-size big"]),
+        (["flops", "test_vit", "--img-size", "150"], ["150x150", "patch size, 16"]),
+        (["flops", "test_vit", "--adapter", "nowhere.safetensors"], ["nowhere.safetensors"]),
+        (["flops", "test_vit", "--adapter", "a", "--method", "tome"], ["--method tome"]),
+        (["bench", "test_vit", "--batch", "0"], ["--batch 0"]),
+        (["bench", "test_vit", "--rounds", "0", "--batch", "1"], ["rounds = 0"]),
+        (["bench", "test_vit", "--threads", "0"], ["--threads 0"]),
+        (["bench", "test_vit", "--weights", "nowhere.pth"], ["nowhere.pth"]),
+        (["demo", "--batch", "-1"], ["-1"]),
+    ],
+    ids=lambda value: " ".join(value[1:]) if value[0] in VERBS else None,
+)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["table", "json"])
+def test_mistakes_explain_themselves(argv: list[str], says: list[str], more: list[str], capsys) -> None:
+    assert main([*argv, *more]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert "Traceback" not in printed.err
+    for text in says:
+        assert text in printed.err
+
+
+def test_no_cuda_is_a_mistake(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "test_vit", "--device", "cuda"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+def test_an_unwritable_record_does_not_cost_the_numbers(capsys, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([*QUICK["bench"], "--json", "--out", str(tmp_path / "file" / "x.json")]) == 2
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["rows"]) == 6
+    assert "cannot write the record" in printed.err
+
+
+def test_the_progress_bar_stays_off_stdout(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main([*QUICK["bench"], "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "timing" in printed.err
+    assert len(json.loads(printed.out)["rows"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("plan", "short"), [((0, 0), "0 ×2"), ((16,) * 11 + (10,), "16 ×11, 10"), ((3, 2, 1), "3, 2, 1"), ((), "")]
+)
+def test_short_plans(plan: tuple[int, ...], short: str) -> None:
+    assert common.short_plan(plan) == short
