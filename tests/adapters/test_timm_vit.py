@@ -85,6 +85,19 @@ def test_hidden_layers_merge_and_learn():
     assert grads["blocks.0.attn.qkv.weight"].abs().max() > 0
 
 
+def test_the_embedding_does_not_teach_the_host():
+    """Its input is detached: the host learns through the tokens only."""
+    model, handle = patched("mae", "dtem")
+    handle.mode = "soft"
+    seen = []
+    for embedding in handle.method.embeddings:
+        embedding.register_forward_hook(
+            lambda module, args, out: seen.append((args[0].requires_grad, out.requires_grad))
+        )
+    gradients(model, images("mae"))
+    assert seen == [(False, True)] * 4
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["mae", "no_class_token", "mean_with_prefix"])
 def test_mean_pooling_counts_every_patch_once(name, method):
