@@ -1,40 +1,43 @@
-"""Embedding and qkv as one product against two, inside the merged model. Both read the same weights.
+"""Would one product for qkv and embedding be faster than two? Weights side by side in memory against weights apart.
 
 python benchmarks/projection.py
 """
 
 import argparse
-import copy
 import dataclasses
 
 import common
-import timm
 import torch
+import torch.nn.functional as F
 
-import dtem
-from dtem.adapters import fuse
 from dtem.measure import throughput
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=40)
     common.add_arguments(parser)
     args = parser.parse_args()
+    torch.manual_seed(0)
     rows = []
-    for name in ("deit_tiny_patch16_224", "deit_small_patch16_224"):
-        one = timm.create_model(name).eval()
-        handle = dtem.patch(one, r=13)
-        two = copy.deepcopy(one)
-        for block in two.blocks:
-            fuse.separate(block.attn.qkv)
+    for width in (192, 384, 768):
+        both, bias = torch.randn(3 * width + 64, width), torch.randn(3 * width + 64)
+        qkv, embedding = (both[: 3 * width].clone(), bias[: 3 * width]), (both[3 * width :].clone(), bias[3 * width :])
         for batch in (1, 32):
-            images = torch.randn(batch, *handle.host.image)
-            rounds = args.rounds * (5 if batch == 1 else 1)
-            timing = throughput.compare({"two products": two, "one product": one}, images, rounds)
-            gain = dataclasses.asdict(timing["one product"].speedup)
-            rows.append({"model": name, "batch": batch, "r": 13, "one_over_two": gain})
-            print(f"{name} batch {batch:2}: one product is {common.show(gain)} × two", flush=True)
+            x = torch.randn(batch, 165, width)
+            timing = throughput.compare(
+                {
+                    "qkv alone": lambda x, qkv=qkv: F.linear(x, *qkv),
+                    "two products": lambda x, qkv=qkv, z=embedding: (F.linear(x, *qkv), F.linear(x, *z)),
+                    "one product": lambda x, w=both, b=bias: F.linear(x, w, b),
+                },
+                x,
+                args.rounds,
+            )
+            milliseconds = {name: 1e3 * outcome.seconds for name, outcome in timing.items()}
+            speedups = {name: dataclasses.asdict(outcome.speedup) for name, outcome in timing.items()}
+            rows.append({"width": width, "batch": batch, "milliseconds": milliseconds, "over_qkv_alone": speedups})
+            print(f"width {width} batch {batch:2}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in milliseconds.items()))
     common.keep("projection", rows, args)
 
 

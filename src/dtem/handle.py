@@ -44,8 +44,9 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
     schedules.check(asked, host.patches, host.depth)
     built = cls.create(host, options)
     projections = adapter.key_projections(model)
+    like = projections[0][0]
+    built.to_empty(device="meta") if like.is_meta else built.to(like)
     built.start(projections)
-    built.to(projections[0][0])
     adapter.attach(model, Merger(built, schedules.Constant(0), adapter.family, shortcut))
     handle = Handle(model)
     try:
@@ -94,11 +95,13 @@ class Handle:
         self.merger.asked = spec
 
     def _solve(self, budget: schedules.Budget) -> schedules.Schedule:
-        before = self.merger.schedule
+        """What counts is inference: hard merging, whatever the mode is now."""
+        schedule, soft = self.merger.schedule, self.method.soft
+        self.method.soft = False
         try:
             return budget.solve(self.host.patches, self.host.depth, self._gflops)
         finally:
-            self.merger.schedule = before
+            self.merger.schedule, self.method.soft = schedule, soft
 
     def _gflops(self, plan: tuple[int, ...]) -> float:
         self.merger.schedule = schedules.PerLayer(plan)
@@ -145,4 +148,6 @@ class Handle:
         return self.model
 
     def __repr__(self) -> str:
+        if not isinstance(getattr(self.model, "dtem", None), Merger):
+            return f"Handle({type(self.model).__name__}, not patched)"
         return f"Handle({self.host.name}, method={self.method.name!r}, r={self.r}, mode={self.mode!r})"

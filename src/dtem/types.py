@@ -40,15 +40,13 @@ class Tokens(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """What one attention layer lets a method see. Views of what was computed anyway."""
+    """What one attention layer lets a method see: views of what was computed anyway, valid during `Method.reduce`."""
 
     input: Float[Tensor, "b n c"]
     q: Float[Tensor, "b h n e"]
     k: Float[Tensor, "b h n e"]
     v: Float[Tensor, "b h n e"]
     scale: float
-    embedding: Float[Tensor, "b n d"] | None = None
-    """The method's projection of `input`, where the adapter computed it along with q, k and v."""
 
 
 @dataclass(frozen=True)

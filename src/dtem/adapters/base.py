@@ -40,10 +40,11 @@ class Merger(nn.Module):
 
     def plan(self, patches: int) -> tuple[int, ...]:
         """r of every block for an image of `patches` patches."""
-        return _plan(self.schedule, patches, self.method.host.depth)
+        resolve = schedules.resolve if torch.compiler.is_compiling() else _resolve_once
+        return resolve(self.schedule, patches, self.method.host.depth)
 
 
-_plan = functools.cache(schedules.resolve)
+_resolve_once = functools.lru_cache(maxsize=1024)(schedules.resolve)
 
 
 class Adapter(ABC):

@@ -4,6 +4,7 @@ The model's class is swapped for a subclass that walks through the host's own bl
 as local variables. Weights and state-dict keys stay; with nothing to merge, the host's own forward runs.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,8 +17,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.adapters import fuse
+from dtem.adapters import lean
 from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, run_block
+from dtem.adapters.lean import Lean
 from dtem.types import DtemError, HostSpec, Taps, Tokens
 
 POOLING = {"token": "prefix", "avg": "mean", "avgmax": "avgmax", "max": "max", "map": "attention", "": "none"}
@@ -69,11 +71,8 @@ class TimmVit(Adapter):
     def attach(self, model: VisionTransformer, merger: Merger) -> None:
         model.dtem = merger
         model.__class__ = _MERGED[type(model)]
-        _share(model)
 
     def detach(self, model: VisionTransformer) -> None:
-        for block in model.blocks:
-            fuse.separate(block.attn.qkv)
         model.__class__ = type(model).__mro__[2]
         del model.dtem
 
@@ -86,16 +85,16 @@ def _head_mean_keys(attn: Attention) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def attention(block: Block, embed: nn.Linear | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
-    """The block's attention half, through its own submodules; `embed` is computed along with q, k and v."""
+def attention(block: Block, space: Lean | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
+    """The block's attention half, through its own submodules."""
     attn = block.attn
     h = block.norm1(x)
     batch, count, _ = h.shape
-    qkv, z = fuse.project(attn.qkv, embed, h)
+    qkv = attn.qkv(h) if space is None else space.linear("qkv", attn.qkv, h)
     q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
     y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
-    return _attention_residual(block, x, h, y), Taps(h, q, k, v, attn.scale, z)
+    return _attention_residual(block, space, x, h, y), Taps(h, q, k, v, attn.scale)
 
 
 def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,56 +110,45 @@ def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) ->
     q = q.view(batch, prefix, attn.num_heads, attn.head_dim).transpose(1, 2)
     k, v = kv.view(batch, count, 2, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, _dropout(attn))
-    return _attention_residual(block, x[:, :prefix], h[:, :prefix], y.transpose(1, 2).reshape(batch, prefix, -1))
+    y = y.transpose(1, 2).reshape(batch, prefix, -1)
+    return _attention_residual(block, None, x[:, :prefix], h[:, :prefix], y)
 
 
-def _attention_residual(block: Block, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+def _attention_residual(block: Block, space: Lean | None, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
     """What follows the heads: inner norm and gate where the host has them, projection, layer scale, drop path."""
     attn = block.attn
     y = _call(attn.norm, y)
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(h).sigmoid()
-    return _add(x, _call(block.drop_path1, _call(block.ls1, _call(attn.proj_drop, attn.proj(y)))))
+    y = _call(block.drop_path1, _call(block.ls1, _call(attn.proj_drop, attn.proj(y))))
+    return x + y if space is None else y.add_(x)
 
 
-def mlp(block: Block, x: Tensor) -> Tensor:
+def mlp(block: Block, space: Lean | None, x: Tensor) -> Tensor:
     """The block's MLP half."""
     inner, h = block.mlp, block.norm2(x)
-    if torch.is_grad_enabled() or type(inner) is not Mlp or type(inner.act) is not nn.GELU or _hooked(inner):
-        h = inner(h)
-    else:  # the same, with the activation in place
-        h = _call(inner.drop1, torch.ops.aten.gelu_(inner.fc1(h), approximate=inner.act.approximate))
-        h = _call(inner.drop2, inner.fc2(_call(inner.norm, h)))
-    return _add(x, _call(block.drop_path2, _call(block.ls2, h)))
+    if space is None or type(inner) is not Mlp or type(inner.act) is not nn.GELU:
+        return x + _call(block.drop_path2, _call(block.ls2, inner(h)))
+    h = torch.ops.aten.gelu_(space.linear("hidden", inner.fc1, h), approximate=inner.act.approximate)
+    y = _call(inner.drop2, inner.fc2(_call(inner.norm, _call(inner.drop1, h))))
+    return _call(block.drop_path2, _call(block.ls2, y)).add_(x)
 
 
 def _call(module: nn.Module, x: Tensor) -> Tensor:
-    """`module(x)`, without the call where it would do nothing: at batch 1 calls cost as much as small kernels."""
-    kind = type(module)
-    if kind is nn.Identity or (kind is nn.Dropout and not module.training):
-        return x
-    return module(x)
+    return x if lean.idle(module) else module(x)
 
 
-def _add(x: Tensor, y: Tensor) -> Tensor:
-    """Residual x + y, into y where no gradient is asked for: y is fresh, and a new buffer costs more than the sum."""
-    return x + y if torch.is_grad_enabled() else y.add_(x)
+def _space(block: Block, space: Lean | None) -> Lean | None:
+    """`space` if nobody looks at what would be overwritten or left out in this block."""
+    if space is None:
+        return None
+    a, m = block.attn, block.mlp
+    watched = (a.qkv, a.proj, a.proj_drop, block.ls1, block.drop_path1, m, block.ls2, block.drop_path2)
+    return None if lean.hooked(*watched, *m.children()) else space
 
 
 def _dropout(attn: Attention) -> float:
     return attn.attn_drop.p if attn.training else 0.0
-
-
-def _hooked(mlp: Mlp) -> bool:
-    return bool(mlp._forward_hooks or mlp._forward_pre_hooks or mlp.act._forward_hooks or mlp.act._forward_pre_hooks)
-
-
-def _share(model: Any) -> None:
-    """Lay each embedding's weights behind those of its block's qkv, so that one product computes both."""
-    for layer, block in enumerate(model.blocks):
-        embed = model.dtem.method.embed(layer)
-        if embed is not None:
-            fuse.share(block.attn.qkv, embed)
 
 
 class _Merging:
@@ -168,23 +156,19 @@ class _Merging:
 
     dtem: Merger
 
-    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # moving a model gives each parameter a memory of its own
-        _share(self)
-        return self
-
     def forward(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
-        if self.dtem.active and self.dtem.shortcut and self.dtem.method.host.pooling == "prefix":
+        short = self.dtem.shortcut and self.dtem.method.host.pooling == "prefix" and current_trace() is None
+        if short and self.dtem.active:
             tokens = self._walk(self._embed(x, **kwargs), blocks=len(self.blocks) - 1)
             last = self.blocks[-1]
             prefix = self.num_prefix_tokens
-            x = mlp(last, last_attention(last, prefix, tokens.x, self.dtem.method.bias(tokens)))
+            x = mlp(last, None, last_attention(last, prefix, tokens.x, self.dtem.method.bias(tokens)))
             return self.forward_head(self.norm(x))
         return super().forward(x, **kwargs)
 
     def forward_features(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
         """Features of the tokens that are left. They carry their sizes to `forward_head`."""
-        if not self.dtem.active:
+        if not self.dtem.active and current_trace() is None:
             _check_image(self, x)
             return super().forward_features(x, **kwargs)
         tokens = self._walk(self._embed(x, **kwargs))
@@ -192,6 +176,11 @@ class _Merging:
         if self.dtem.method.host.pooling != "prefix":
             features.dtem_size = tokens.size
         return features
+
+    def reset_classifier(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().reset_classifier(*args, **kwargs)
+        pooling = POOLING["map" if self.attn_pool is not None else self.global_pool]
+        self.dtem.method.host = dataclasses.replace(self.dtem.method.host, pooling=pooling)
 
     def forward_intermediates(
         self: Any,
@@ -255,6 +244,7 @@ class _Merging:
         """Tokens through the first `blocks` blocks (all by default), merging on the way."""
         method, prefix = self.dtem.method, self.num_prefix_tokens
         patches = x.shape[1] - prefix
+        memory = lean.begin(x)
         again = self.grad_checkpointing and torch.is_grad_enabled()
         trace = current_trace()
         source = None
@@ -262,13 +252,14 @@ class _Merging:
             source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
         tokens = Tokens(x, source=source)
         for layer, (block, r) in enumerate(zip(self.blocks[:blocks], self.dtem.plan(patches), strict=False)):
+            space = _space(block, memory)
             step = functools.partial(
                 run_block,
                 method,
                 layer,
                 r=r,
-                attention=functools.partial(attention, block, method.embed(layer)),
-                mlp=functools.partial(mlp, block),
+                attention=functools.partial(attention, block, space),
+                mlp=functools.partial(mlp, block, space),
             )
             tokens = checkpointed(step, tokens) if again else step(tokens)
             if trace is not None:
@@ -285,11 +276,17 @@ def _check_image(model: VisionTransformer, x: Tensor) -> None:
         raise DtemError(
             f"expected images of shape (batch, {embed.proj.in_channels}, height, width), got {tuple(x.shape)}"
         )
-    if embed.strict_img_size and embed.img_size is not None and tuple(x.shape[-2:]) != tuple(embed.img_size):
-        height, width = embed.img_size
+    size, wanted = tuple(x.shape[-2:]), tuple(embed.img_size)
+    if embed.strict_img_size and size != wanted:
         raise DtemError(
-            f"the image is {x.shape[-2]}×{x.shape[-1]}, the model takes {height}×{width}: resize it, or build the "
+            f"the image is {size[0]}×{size[1]}, the model takes {wanted[0]}×{wanted[1]}: resize it, or build the "
             "model with dynamic_img_size=True (or img_size=…)"
+        )
+    rest = [side % patch for side, patch in zip(size, embed.patch_size, strict=True)]
+    if any(rest) and not embed.dynamic_img_pad:
+        raise DtemError(
+            f"the image is {size[0]}×{size[1]}, which patches of {embed.patch_size[0]}×{embed.patch_size[1]} do not "
+            "divide: resize it, or build the model with dynamic_img_pad=True"
         )
 
 

@@ -70,10 +70,6 @@ class Method(nn.Module):
         """Whether the method has a soft mode."""
         return False
 
-    def embed(self, layer: int) -> nn.Linear | None:
-        """A linear layer on the attention input that the adapter may compute along with q, k, v (`Taps.embedding`)."""
-        return None
-
     @property
     def proportional(self) -> bool:
         mode = self.config.proportional

@@ -47,14 +47,21 @@ class DtemConfig(Config):
             if value not in allowed:
                 raise DtemError(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
         for name in ("temperature", "scale"):
-            if not getattr(self, name) > 0:
-                raise DtemError(f"{name} = {getattr(self, name)} must be positive")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise DtemError(f"{name} = {value!r} must be a positive number")
         for name in ("dim", "candidates"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DtemError(f"{name} = {value} must be 1 or more, or None for the default")
+            if value is not None and not _is_count(value):
+                raise DtemError(f"{name} = {value!r} must be a whole number, 1 or more, or None for the default")
+        if not isinstance(self.hidden, tuple) or not all(map(_is_count, self.hidden)):
+            raise DtemError(f"hidden = {self.hidden!r} must be a tuple of whole numbers, each 1 or more")
         if self.hidden and self.init == "keys":
             raise DtemError(f"hidden = {self.hidden} cannot start from the keys; add init='random'")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class Dtem(Method):
@@ -87,17 +94,11 @@ class Dtem(Method):
     def can_relax(self) -> bool:
         return True
 
-    def embed(self, layer: int) -> nn.Linear | None:
-        embedding = self.embeddings[layer]
-        assert isinstance(embedding, DecoupledEmbedding)
-        return embedding.affine
-
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         if r == 0:
             return tokens
         if not self.soft:
-            metric = taps.embedding if taps.embedding is not None else self.embeddings[layer](taps.input)
-            return merge_matched(tokens, metric, r, self.host.prefix)
+            return merge_matched(tokens, self.embeddings[layer](taps.input), r, self.host.prefix)
         if self.host.pooling == "prefix" and layer == self.host.depth - 1:
             return tokens
         return self._reduce_softly(layer, tokens, taps, r)

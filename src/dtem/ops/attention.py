@@ -31,7 +31,9 @@ def attend(
         queries = q.shape[2]
         q = _fill_query_blocks(q)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-        return out[:, :, :queries]
+        if q.shape[2] > queries:  # laid out as the kernel does, so that joining the heads is a view
+            out = out.transpose(1, 2)[:, :queries].contiguous().transpose(1, 2)
+        return out
     return attend_by_channel(q, k, v, bias, scale, dropout)
 
 
@@ -56,8 +58,9 @@ def _fill_query_blocks(q: Float[Tensor, "b h q e"]) -> Float[Tensor, "b h m e"]:
     count = q.shape[2]
     if not 140 <= count < 192 or q.device.type != "cpu" or q.dtype != torch.float32 or torch.is_grad_enabled():
         return q
-    filled = q.new_zeros(q.shape[0], 192, q.shape[1], q.shape[3]).transpose(1, 2)
+    filled = q.new_empty(q.shape[0], 192, q.shape[1], q.shape[3]).transpose(1, 2)
     filled[:, :, :count] = q
+    filled[:, :, count:] = 0.0
     return filled
 
 

@@ -5,6 +5,7 @@ Every A token points at its most similar B token, and the r strongest of these e
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class Matching:
         """For each input token, the output token that holds it."""
         batch, kept = self.kept.shape
         source = self.kept.new_empty(batch, kept + self.merged.shape[1])
-        here = torch.arange(kept, device=source.device).expand(batch, -1)
+        here = positions(batch, kept, source.device)
         return source.scatter(1, self.kept, here).scatter(1, self.merged, self.into)
 
 
@@ -69,28 +70,33 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
     batch, tokens, _ = metric.shape
     check_r(r, tokens - prefix)
-    fixed, b_side = _fixed_positions(batch, tokens, prefix, metric.device)
+    here = positions(batch, tokens, metric.device)
+    a, b = sides(prefix)
+    b_side = here[:, b::2]
     if not b_side.shape[1]:  # a lone patch, or none: nothing to match with
-        everything = torch.arange(tokens, device=metric.device).expand(batch, -1)
-        return Matching(kept=everything, merged=everything[:, :0], into=everything[:, :0])
-    a, _ = sides(prefix)
+        return Matching(kept=here, merged=here[:, :0], into=here[:, :0])
     best, partner = cosine(metric.detach(), prefix).max(dim=-1)  # (b, i)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
-    strongest, position = order[:, :r], 2 * order + a
-    kept_a = position[:, r:].sort(dim=-1).values
+    ranked = 2 * order + a
     return Matching(
-        kept=torch.cat([fixed, kept_a, b_side], dim=1),
-        merged=position[:, :r],
-        into=partner.gather(1, strongest) + (tokens - r - b_side.shape[1]),
+        kept=torch.cat([here[:, :prefix], ranked[:, r:].sort(dim=1).values, b_side], dim=1),
+        merged=ranked[:, :r],
+        into=partner.gather(1, order[:, :r]) + (tokens - r - b_side.shape[1]),
     )
 
 
-def _fixed_positions(
-    batch: int, tokens: int, prefix: int, device: torch.device
-) -> tuple[Int[Tensor, "b prefix"], Int[Tensor, "b j"]]:
-    """Positions of the prefix and of side B, which every matching keeps."""
-    positions = torch.arange(tokens, device=device).expand(batch, -1)
-    return positions[:, :prefix], positions[:, sides(prefix)[1] :: 2]
+def positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:
+    """0, 1, 2, … for every image. Made once per shape: at batch 1, small kernels are what merging costs."""
+    make = _positions if torch.compiler.is_compiling() else _positions_once
+    return make(batch, tokens, device)
+
+
+def _positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:
+    with torch.inference_mode(False):  # what is made in inference mode could not serve a backward pass later
+        return torch.arange(tokens, device=device).expand(batch, -1)
+
+
+_positions_once = functools.lru_cache(maxsize=256)(_positions)
 
 
 def compose(source: Int[Tensor, "b p"], step: Int[Tensor, "b n"]) -> Int[Tensor, "b p"]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dtem.ops.matching import Matching, check_r, full_precision, sides
+from dtem.ops.matching import Matching, check_r, full_precision, positions, sides
 from dtem.types import SIZE_FLOOR, DtemError
 
 
@@ -19,7 +19,8 @@ def flat(index: Int[Tensor, "b k"], tokens: int) -> Int[Tensor, " rows"]:
     """Positions in each image's tokens as positions in the rows of the whole batch."""
     batch = index.shape[0]
     if batch > 1:
-        index = index + torch.arange(0, batch * tokens, tokens, device=index.device).unsqueeze(1)
+        first = positions(1, batch, index.device).view(batch, 1)
+        index = torch.add(index, first, alpha=tokens)
     return index.reshape(-1)
 
 

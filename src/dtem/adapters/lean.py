@@ -1,0 +1,49 @@
+"""Inference on CPU in memory that is used again.
+
+Most of what a ViT block computes goes into large new buffers, and on CPU a new buffer costs page faults: out of place,
+GELU takes three times as long as in place. `Lean` lives for one forward and keeps the two largest buffers from block
+to block; activations and residuals are computed in place. Only where no gradient is asked for and nobody looks on
+(no hooks): the values are those of the host's own modules.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Lean:
+    """The buffers of one forward. What `linear` returns is valid until it is called again with the same name."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def linear(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        """`layer(x)`, into the buffer called `name`."""
+        if type(layer) is not nn.Linear or layer.bias is None or x.dtype != layer.weight.dtype:
+            return layer(x)
+        rows = x.reshape(-1, x.shape[-1])
+        shape = (rows.shape[0], layer.out_features)
+        needed = shape[0] * shape[1]
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < needed:
+            buffer = self._buffers[name] = x.new_empty(needed)
+        out = buffer[:needed].view(shape)
+        torch.addmm(layer.bias, rows, layer.weight.t(), out=out)
+        return out.view(*x.shape[:-1], shape[1])
+
+
+def begin(x: Tensor) -> Lean | None:
+    """A `Lean` for this forward, or None where gradients, a compiler or autocast ask for plain operations."""
+    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return None if torch.is_autocast_enabled("cpu") else Lean()
+
+
+def hooked(*modules: nn.Module) -> bool:
+    """Whether somebody looks at what one of these modules takes or gives."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def idle(module: nn.Module) -> bool:
+    """Whether calling `module` would do nothing. (At batch 1 such calls cost as much as small kernels.)"""
+    kind = type(module)
+    return (kind is nn.Identity or (kind is nn.Dropout and not module.training)) and not hooked(module)
