@@ -12,7 +12,7 @@ Shape letters, used in signatures and comments throughout:
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -37,6 +37,17 @@ class Tokens(NamedTuple):
     """Tokens at the end of the sequence that take no further part in merging (soft training)."""
     carry: dict[str, Tensor] = {}  # noqa: RUF012 - never mutated, only replaced
     """What a method hands on to its own next step (tokens set aside, running scores, …)."""
+
+    def replace(self, **changes: Any) -> "Tokens":
+        """A new one with some fields changed. (`_replace` does the same, but older compilers stop there.)"""
+        fields: dict[str, Any] = {
+            "x": self.x,
+            "size": self.size,
+            "source": self.source,
+            "excluded": self.excluded,
+            "carry": self.carry,
+        }
+        return Tokens(**{**fields, **changes})
 
 
 class Taps(NamedTuple):

@@ -81,8 +81,8 @@ def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Att
     """One block: the four steps of `methods.base`."""
     tokens = method.before(layer, tokens, r)
     x, taps = attention(tokens.x, method.bias(tokens))
-    tokens = method.reduce(layer, tokens._replace(x=x), taps, r)
-    tokens = tokens._replace(x=mlp(tokens.x))
+    tokens = method.reduce(layer, tokens.replace(x=x), taps, r)
+    tokens = tokens.replace(x=mlp(tokens.x))
     return method.after(layer, tokens, r)
 
 

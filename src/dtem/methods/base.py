@@ -99,7 +99,7 @@ def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix
     matching = ops.match(metric, r, prefix)
     x, size = ops.merge(tokens.x, tokens.size, matching)
     source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
-    return tokens._replace(x=x, size=size, source=source)
+    return tokens.replace(x=x, size=size, source=source)
 
 
 def full_size(tokens: Tokens) -> Float[Tensor, "b n"]:

@@ -109,4 +109,4 @@ class Dtem(Method):
         similarity = ops.cosine(z, prefix, tokens.excluded)
         edges = ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
         merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
-        return tokens._replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)
+        return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)
