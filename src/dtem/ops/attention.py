@@ -54,9 +54,9 @@ def attend_by_channel(
 
 def _fill_query_blocks(q: Float[Tensor, "b h q e"]) -> Float[Tensor, "b h m e"]:
     """Zero queries up to 192 where that is faster: torch's CPU kernel works on 64 queries at a time from 192 on, on 32
-    below, at half the speed per query. Worth it from about 140 queries (benchmarks/attention.py)."""
+    below, at half the speed per query. Worth it from about 145 queries (benchmarks/attention.py)."""
     count = q.shape[2]
-    if not 140 <= count < 192 or q.device.type != "cpu" or q.dtype != torch.float32 or torch.is_grad_enabled():
+    if not 145 <= count < 192 or q.device.type != "cpu" or q.dtype != torch.float32 or torch.is_grad_enabled():
         return q
     filled = q.new_empty(q.shape[0], 192, q.shape[1], q.shape[3]).transpose(1, 2)
     filled[:, :, :count] = q

@@ -51,7 +51,7 @@ def merge(
 
     rows = x.reshape(-1, width)
     out = rows.index_select(0, kept)
-    change = (rows.index_select(0, merged) - out.index_select(0, into)) * share.to(x.dtype).unsqueeze(1)
+    change = rows.index_select(0, merged).sub_(out.index_select(0, into)).mul_(share.to(x.dtype).unsqueeze(1))
     return out.index_add_(0, into, change).view(batch, left, width), new_size.view(batch, left)
 
 
