@@ -46,18 +46,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=197)
     parser.add_argument("--r", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=30)
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(0)
     z = torch.randn(args.batch, args.tokens, 64)
     similarity = ops.cosine(z, prefix=1).requires_grad_()
 
+    upstream = torch.randn_like(similarity)
+
     def step(group: Callable[[Tensor], Tensor]) -> Callable[[Tensor], object]:
         def run(_: Tensor) -> object:
             with torch.inference_mode(False), torch.enable_grad():
-                edges = group(similarity)
-                return torch.autograd.grad(edges.square().sum(), similarity)
+                return torch.autograd.grad(group(similarity), similarity, upstream)
 
         return run
 

@@ -9,6 +9,9 @@ to block; activations and residuals are computed in place. Only where no gradien
 import torch
 from torch import Tensor, nn
 
+#: Features with fewer entries than this (1 MB) need no care.
+SMALL = 1 << 18
+
 
 class Lean:
     """The buffers of one forward. What `linear` returns is valid until it is called again with the same name."""
@@ -32,8 +35,9 @@ class Lean:
 
 
 def begin(x: Tensor) -> Lean | None:
-    """A `Lean` for this forward, or None where gradients, a compiler or autocast ask for plain operations."""
-    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    """A `Lean` for this forward, or None where it gains nothing (small tensors stay in memory anyway) or where
+    gradients, a compiler or autocast ask for plain operations."""
+    if x.device.type != "cpu" or x.numel() < SMALL or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     return None if torch.is_autocast_enabled("cpu") else Lean()
 

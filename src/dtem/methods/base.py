@@ -79,7 +79,7 @@ class Method(nn.Module):
         """What is added to every query's logits, by key."""
         if tokens.size is None or not self.proportional:
             return None
-        return ops.log_size(tokens.size)
+        return ops.log_size(tokens.size) if self.soft else tokens.size.log()  # hard sizes are 1 or more
 
     def before(self, layer: int, tokens: Tokens, r: int) -> Tokens:
         return tokens

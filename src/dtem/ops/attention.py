@@ -54,11 +54,13 @@ def attend_by_channel(
 
 def _fill_query_blocks(q: Float[Tensor, "b h q e"]) -> Float[Tensor, "b h m e"]:
     """Zero queries up to 192 where that is faster: torch's CPU kernel works on 64 queries at a time from 192 on, on 32
-    below, at half the speed per query. Worth it from about 145 queries (benchmarks/attention.py)."""
-    count = q.shape[2]
-    if not 145 <= count < 192 or q.device.type != "cpu" or q.dtype != torch.float32 or torch.is_grad_enabled():
+    below, at half the speed per query. Worth it from about 145 queries on, and for more than one image."""
+    batch, heads, count, width = q.shape
+    if not 145 <= count < 192 or batch * heads < 16 or q.device.type != "cpu" or q.dtype != torch.float32:
         return q
-    filled = q.new_empty(q.shape[0], 192, q.shape[1], q.shape[3]).transpose(1, 2)
+    if torch.is_grad_enabled():
+        return q
+    filled = q.new_empty(batch, 192, heads, width).transpose(1, 2)
     filled[:, :, :count] = q
     filled[:, :, count:] = 0.0
     return filled

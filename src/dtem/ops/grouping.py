@@ -35,10 +35,12 @@ def soft_group(
     `candidates` keeps only each A token's best few B tokens (None: all, the paper's equation). Runs in float32.
     """
     check_r(r, sum(similarity.shape[1:]))
+    if r == 0:
+        return 0.0 * similarity
     if candidates is not None:
         similarity = keep_candidates(similarity, candidates)
     logits = similarity if similarity.dtype == torch.float64 else similarity.float()
-    edges: Tensor = _SoftGroup.apply(logits / (scale * temperature), r, temperature)
+    edges: Tensor = _SoftGroup.apply(logits, r, temperature, scale)
     return edges
 
 
@@ -73,24 +75,31 @@ class _SoftGroup(torch.autograd.Function):
     """A*, clipped. Saves one matrix (P) and r vectors; written by hand since autograd would save five matrices."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, r: int, temperature: float) -> Tensor:
+    def forward(ctx: Any, similarity: Tensor, r: int, temperature: float, scale: float) -> Tensor:
+        logits = similarity * (1.0 / (scale * temperature))  # S / τ
         rows = torch.softmax(logits, dim=2)  # P
-        mass, steps = row_mass(torch.logsumexp(logits, dim=2), r, temperature)
-        weight = mass / mass.clamp(min=1.0)  # the clip's denominator has no gradient
+        # R by way of the largest entry: P_max = exp(S_max / τ − R) is never small, and the maxima are cheap
+        row_logit = logits.amax(dim=2) - rows.amax(dim=2).log()
+        mass, steps = row_mass(row_logit, r, temperature)
         ctx.save_for_backward(rows, steps, mass)
-        ctx.temperature = temperature
-        return rows * weight.unsqueeze(2)
+        ctx.temperature, ctx.scale = temperature, scale
+        weight = mass / mass.clamp(min=1.0)  # the clip's denominator has no gradient
+        return torch.mul(rows, weight.unsqueeze(2), out=logits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         rows, steps, mass = ctx.saved_tensors
         clip = mass.clamp(min=1.0)
-        grad_mass = (grad * rows).sum(dim=2) / clip
+        product = grad * rows
+        grad_mass = product.sum(dim=2) / clip
         grad_row = _row_mass_backward(grad_mass, steps, ctx.temperature)
         # through P: P (g w − w Σ_j g P), with g = grad / clip; through R: P · grad_row
-        offset = (grad_row - mass * grad_mass).unsqueeze(2)
-        return rows * torch.addcmul(offset, grad, (mass / clip).unsqueeze(2)), None, None
+        inner = 1.0 / (ctx.scale * ctx.temperature)
+        offset = (grad_row - mass * grad_mass) * inner
+        weight = mass / clip * inner
+        result = product.mul_(weight.unsqueeze(2)).addcmul_(rows, offset.unsqueeze(2))
+        return result, None, None, None
 
 
 def _row_mass_backward(

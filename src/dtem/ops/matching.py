@@ -75,7 +75,7 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     b_side = here[:, b::2]
     if not b_side.shape[1]:  # a lone patch, or none: nothing to match with
         return Matching(kept=here, merged=here[:, :0], into=here[:, :0])
-    best, partner = cosine(metric.detach(), prefix).max(dim=-1)  # (b, i)
+    best, partner = cosine(metric.detach() if metric.requires_grad else metric, prefix).max(dim=-1)  # (b, i)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
     ranked = 2 * order + a
     return Matching(

@@ -1,0 +1,110 @@
+"""Write the tables of README.md and docs/benchmarks.md from the records in benchmarks/results.
+
+python benchmarks/tables.py            rewrite them
+python benchmarks/tables.py --check    exit 1 if they are not in step with the records
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGES = [HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md"]
+NAMES = {"deit_tiny_patch16_224": "DeiT-T", "deit_small_patch16_224": "DeiT-S"}
+
+
+def speed(rows: list[dict[str, Any]], batches: tuple[int, ...] = (1, 16, 32)) -> list[list[str]]:
+    table = [["model", "batch", "r", "MACs ratio", "speed-up", "plain ToMe", "over plain ToMe"]]
+    for row in rows:
+        if row["batch"] in batches:
+            table.append(
+                [
+                    NAMES[row["model"]],
+                    str(row["batch"]),
+                    str(row["r"]),
+                    f"{row['macs_ratio']:.2f}",
+                    _spread(row["speedup"]),
+                    _spread(row["plain_tome_speedup"]),
+                    _spread(row["over_plain_tome"]),
+                ]
+            )
+    return table
+
+
+def speed_short(rows: list[dict[str, Any]]) -> list[list[str]]:
+    return [[cell for at, cell in enumerate(line) if at != 5] for line in speed(rows, (32,))]
+
+
+def grouping(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["soft grouping, forward + backward", "time", "faster", "kept for backward", "fewer bytes"]]
+    for row in rows:
+        time, megabytes = f"{row['milliseconds']:.0f} ms", f"{row['saved_bytes'] / 1e6:.1f} MB"
+        table.append([row["name"], time, _spread(row["speedup"]), megabytes, f"{row['fewer_bytes']:.1f} ×"])
+    return table
+
+
+def attention(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["batch", "tokens", "pass", "mask", "channel", "as dtem does"]]
+    for key in dict.fromkeys((row["batch"], row["tokens"], row["training"]) for row in rows):
+        found = {r["way"]: r for r in rows if (r["batch"], r["tokens"], r["training"]) == key}
+        own = f"{found['as dtem']['milliseconds']:.2f} ms" if "as dtem" in found else "channel"
+        times = [f"{found[way]['milliseconds']:.2f} ms" for way in ("mask", "channel")]
+        table.append([str(key[0]), str(key[1]), "forward + backward" if key[2] else "forward", *times, own])
+    return table
+
+
+def projection(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["width", "batch", "qkv alone", "qkv and embedding, two products", "one product"]]
+    for row in rows:
+        table.append([str(row["width"]), str(row["batch"]), *(f"{v:.2f} ms" for v in row["milliseconds"].values())])
+    return table
+
+
+TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]] = {
+    "speed": ("speed", speed),
+    "speed-short": ("speed", speed_short),
+    "grouping": ("grouping", grouping),
+    "attention": ("attention", attention),
+    "projection": ("projection", projection),
+}
+
+
+def _spread(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['low']:.2f}–{spread['high']:.2f})"
+
+
+def render(name: str) -> str:
+    from dtem.measure import record
+
+    source, make = TABLES[name]
+    kept = record.load(HERE / "results" / f"{source}.json")
+    head, *body = make(kept.results)
+    lines = [head, ["---"] * len(head), *body]
+    machine, versions = kept.machine, kept.versions
+    where = (
+        f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, timm {versions['timm']}, "
+        f"{kept.time[:10]}, commit {(kept.commit or 'unknown')[:7]}"
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n_{where}_"
+
+
+def fill(text: str) -> str:
+    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->`."""
+    pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda found: f"{found[1]}\n{render(found[2])}\n\n{found[3]}", text)
+
+
+def main() -> int:
+    stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
+    for page in stale:
+        if "--check" in sys.argv:
+            print(f"{page.name} is not in step with the records: run python benchmarks/tables.py")
+        else:
+            page.write_text(fill(page.read_text()))
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
