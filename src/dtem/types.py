@@ -79,3 +79,5 @@ class HostSpec:
     """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``."""
     image: tuple[int, int, int] = field(default=(3, 224, 224), compare=False)
     """Channels, height and width of the input."""
+    masked: bool = field(default=False, compare=False)
+    """Whether the weights come from masked pre-training (MAE): there, proportional attention does harm at inference."""

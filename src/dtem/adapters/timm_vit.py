@@ -63,6 +63,7 @@ class TimmVit(Adapter):
             patches=embed.num_patches,
             pooling=POOLING["map" if model.attn_pool is not None else model.global_pool],
             image=(embed.proj.in_channels, *embed.img_size),
+            masked=str(config.get("tag", "")).startswith("mae"),
         )
 
     def key_projections(self, model: VisionTransformer) -> list[tuple[Tensor, Tensor | None]]:

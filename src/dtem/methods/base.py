@@ -29,12 +29,13 @@ from dtem.types import DtemError, HostSpec, Taps, Tokens
 class Config:
     """Settings that every method has. A method's own settings extend this."""
 
-    proportional: bool | str = True
-    """Proportional attention: True, False, or "train" (on in soft training, off at inference, as for MAE)."""
+    proportional: bool | str | None = None
+    """Proportional attention: True, False, or "train" (on in soft training, off at inference). None: "train" for MAE
+    weights, True for all others."""
 
     def __post_init__(self) -> None:
-        if self.proportional not in (True, False, "train"):
-            raise DtemError(f"proportional = {self.proportional!r} is not known; choose True, False or 'train'")
+        if self.proportional not in (True, False, "train", None):
+            raise DtemError(f"proportional = {self.proportional!r} is not known; choose True, False, 'train' or None")
 
 
 class Method(nn.Module):
@@ -73,6 +74,8 @@ class Method(nn.Module):
     @property
     def proportional(self) -> bool:
         mode = self.config.proportional
+        if mode is None:
+            mode = "train" if self.host.masked else True
         return self.soft if mode == "train" else bool(mode)
 
     def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
