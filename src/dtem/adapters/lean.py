@@ -1,9 +1,9 @@
 """Inference on CPU in memory that is used again.
 
 Most of what a ViT block computes goes into large new buffers, and on CPU a new buffer costs page faults: out of place,
-GELU takes three times as long as in place. `Lean` lives for one forward and keeps the two largest buffers from block
-to block; activations and residuals are computed in place. Only where no gradient is asked for and nobody looks on
-(no hooks): the values are those of the host's own modules.
+GELU takes three times as long as in place. `Lean` lives for one forward and keeps one buffer for its largest products
+(qkv, then the MLP's hidden layer, block after block); activations and residuals are computed in place. Only where no
+gradient is asked for and nobody looks on (no hooks): the values are those of the host's own modules.
 """
 
 import torch
@@ -14,22 +14,21 @@ SMALL = 1 << 18
 
 
 class Lean:
-    """The buffers of one forward. What `linear` returns is valid until it is called again with the same name."""
+    """The buffer of one forward. What `linear` returns is valid until it is called again."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffer: Tensor | None = None
 
-    def linear(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        """`layer(x)`, into the buffer called `name`."""
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """`layer(x)`, into the buffer."""
         if type(layer) is not nn.Linear or layer.bias is None or x.dtype != layer.weight.dtype:
             return layer(x)
         rows = x.reshape(-1, x.shape[-1])
         shape = (rows.shape[0], layer.out_features)
         needed = shape[0] * shape[1]
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < needed:
-            buffer = self._buffers[name] = x.new_empty(needed)
-        out = buffer[:needed].view(shape)
+        if self._buffer is None or self._buffer.numel() < needed:
+            self._buffer = x.new_empty(needed)
+        out = self._buffer[:needed].view(shape)
         torch.addmm(layer.bias, rows, layer.weight.t(), out=out)
         return out.view(*x.shape[:-1], shape[1])
 

@@ -91,7 +91,7 @@ def attention(block: Block, space: Lean | None, x: Tensor, bias: Tensor | None) 
     attn = block.attn
     h = block.norm1(x)
     batch, count, _ = h.shape
-    qkv = attn.qkv(h) if space is None else space.linear("qkv", attn.qkv, h)
+    qkv = attn.qkv(h) if space is None else space.linear(attn.qkv, h)
     q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
     y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
@@ -130,7 +130,7 @@ def mlp(block: Block, space: Lean | None, x: Tensor) -> Tensor:
     inner, h = block.mlp, block.norm2(x)
     if space is None or type(inner) is not Mlp or type(inner.act) is not nn.GELU:
         return x + _call(block.drop_path2, _call(block.ls2, inner(h)))
-    h = torch.ops.aten.gelu_(space.linear("hidden", inner.fc1, h), approximate=inner.act.approximate)
+    h = torch.ops.aten.gelu_(space.linear(inner.fc1, h), approximate=inner.act.approximate)
     y = _call(inner.drop2, inner.fc2(_call(inner.norm, _call(inner.drop1, h))))
     return _call(block.drop_path2, _call(block.ls2, y)).add_(x)
 

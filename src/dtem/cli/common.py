@@ -79,7 +79,8 @@ def create(name: str, **options: Any) -> "nn.Module":
     known = timm.list_models()
     bare = name.partition(".")[0]
     if bare not in known:
-        near = difflib.get_close_matches(bare, known, n=3)
+        begun = [model for model in known if bare and model.startswith(bare)]
+        near = begun[:3] or difflib.get_close_matches(bare, known, n=3)
         hint = f"did you mean {', '.join(near)}?" if near else "`dtem models` says what is supported"
         raise DtemError(f"timm has no model {name!r}; {hint}")
     try:
