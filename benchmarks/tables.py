@@ -62,12 +62,21 @@ def projection(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["operation", "unmerged", "merged", "shrinks by"]]
+    for row in rows:
+        shrinks = f"{row['unmerged'] / row['merged']:.2f}"
+        table.append([row["group"], f"{row['unmerged']:.1f} ms", f"{row['merged']:.1f} ms", shrinks])
+    return table
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]] = {
     "speed": ("speed", speed),
     "speed-short": ("speed", speed_short),
     "grouping": ("grouping", grouping),
     "attention": ("attention", attention),
     "projection": ("projection", projection),
+    "operations": ("operations", operations),
 }
 
 
