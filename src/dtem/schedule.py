@@ -17,8 +17,6 @@ from dtem.types import DtemError
 
 FORMS = "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of what is left), 2.5G (budget)"
 
-Spec = "int | float | str | Sequence[float] | Schedule"
-
 
 @dataclass(frozen=True)
 class Constant:
