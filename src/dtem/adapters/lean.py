@@ -21,7 +21,7 @@ class Lean:
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """`layer(x)`, into the buffer."""
-        if type(layer) is not nn.Linear or layer.bias is None or x.dtype != layer.weight.dtype:
+        if not _plain(layer, x):
             return layer(x)
         rows = x.reshape(-1, x.shape[-1])
         shape = (rows.shape[0], layer.out_features)
@@ -31,6 +31,18 @@ class Lean:
         out = self._buffer[:needed].view(shape)
         torch.addmm(layer.bias, rows, layer.weight.t(), out=out)
         return out.view(*x.shape[:-1], shape[1])
+
+    def residual(self, x: Tensor, layer: nn.Linear, y: Tensor) -> Tensor:
+        """`x + layer(y)`; the product is added to x + bias by the matrix product itself."""
+        if not _plain(layer, y):
+            return layer(y).add_(x)
+        out = x.contiguous() + layer.bias
+        out.view(-1, out.shape[-1]).addmm_(y.reshape(-1, y.shape[-1]), layer.weight.t())
+        return out
+
+
+def _plain(layer: nn.Module, x: Tensor) -> bool:
+    return type(layer) is nn.Linear and layer.bias is not None and x.dtype == layer.weight.dtype
 
 
 def begin(x: Tensor) -> Lean | None:

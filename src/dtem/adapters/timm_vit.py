@@ -121,8 +121,10 @@ def _attention_residual(block: Block, space: Lean | None, x: Tensor, h: Tensor, 
     y = _call(attn.norm, y)
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(h).sigmoid()
-    y = _call(block.drop_path1, _call(block.ls1, _call(attn.proj_drop, attn.proj(y))))
-    return x + y if space is None else y.add_(x)
+    after = (attn.proj_drop, block.ls1, block.drop_path1)
+    if space is not None and all(map(lean.idle, after)):
+        return space.residual(x, attn.proj, y)
+    return x + _chain(after, attn.proj(y))
 
 
 def mlp(block: Block, space: Lean | None, x: Tensor) -> Tensor:
@@ -131,12 +133,17 @@ def mlp(block: Block, space: Lean | None, x: Tensor) -> Tensor:
     if space is None or type(inner) is not Mlp or type(inner.act) is not nn.GELU:
         return x + _call(block.drop_path2, _call(block.ls2, inner(h)))
     h = torch.ops.aten.gelu_(space.linear(inner.fc1, h), approximate=inner.act.approximate)
-    y = _call(inner.drop2, inner.fc2(_call(inner.norm, _call(inner.drop1, h))))
-    return _call(block.drop_path2, _call(block.ls2, y)).add_(x)
+    h = _chain((inner.drop1, inner.norm), h)
+    after = (inner.drop2, block.ls2, block.drop_path2)
+    return space.residual(x, inner.fc2, h) if all(map(lean.idle, after)) else x + _chain(after, inner.fc2(h))
 
 
 def _call(module: nn.Module, x: Tensor) -> Tensor:
     return x if lean.idle(module) else module(x)
+
+
+def _chain(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return functools.reduce(lambda x, module: _call(module, x), modules, x)
 
 
 def _space(block: Block, space: Lean | None) -> Lean | None:

@@ -75,14 +75,29 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     b_side = here[:, b::2]
     if not b_side.shape[1]:  # a lone patch, or none: nothing to match with
         return Matching(kept=here, merged=here[:, :0], into=here[:, :0])
-    best, partner = cosine(metric.detach() if metric.requires_grad else metric, prefix).max(dim=-1)  # (b, i)
+    best, partner = strongest(metric.detach() if metric.requires_grad else metric, prefix)
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
-    ranked = 2 * order + a
+    chosen = order[:, :r]
+    first = here[:, a : a + 1]
     return Matching(
-        kept=torch.cat([here[:, :prefix], ranked[:, r:].sort(dim=1).values, b_side], dim=1),
-        merged=ranked[:, :r],
-        into=partner.gather(1, order[:, :r]) + (tokens - r - b_side.shape[1]),
+        kept=torch.cat([here[:, :prefix], first.add(order[:, r:].sort(dim=1).values, alpha=2), b_side], dim=1),
+        merged=first.add(chosen, alpha=2),
+        into=partner.gather(1, chosen) + (tokens - r - b_side.shape[1]),
     )
+
+
+def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
+    """The cosine of every A token with its most similar B token, and which one that is.
+
+    An A token's own norm does not change which B token is best, so only B is divided by norms beforehand.
+    """
+    with full_precision(z.device):
+        if z.dtype != torch.float64:
+            z = z.float()
+        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_(min=1e-12)
+        a, b = sides(prefix)
+        best, partner = torch.bmm(z[:, a::2], (z[:, b::2] / norm[:, b::2]).mT).max(dim=-1)
+        return best / norm[:, a::2, 0], partner
 
 
 def positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:
