@@ -1,0 +1,1 @@
+"""Pictures of what merging does and what it costs."""

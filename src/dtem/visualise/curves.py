@@ -1,0 +1,104 @@
+"""Accuracy against cost, one line per method: the picture on which a merging method is judged."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtem.types import DtemError
+
+FORMATS = ("png", "svg", "pdf")
+_MARKERS = "osD^vPX*"
+
+
+class Point(NamedTuple):
+    """One method at one r."""
+
+    gflops: float
+    accuracy: float
+    """In percent."""
+    label: str
+    """Written beside it, such as ``r=16``."""
+
+
+def draw(
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    base: Point | None = None,
+    title: str = "",
+    cost: str = "GFLOPs (MACs)",
+    form: str = "png",
+) -> bytes:
+    """The plot as the content of a file: each line by its name, and `base` (the unmerged model) as a level to hold.
+
+    The same input gives the same bytes: no date goes in. SVG is fit for embedding in a page.
+    """
+    if form not in FORMATS:
+        raise DtemError(f"a plot cannot be {form!r}; choose {', '.join(FORMATS)}")
+    if not any(lines.values()):
+        raise DtemError("there is nothing to plot: no method has a point")
+    figure = _figure(lines, base, title, cost)
+    content = io.BytesIO()
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "dtem"}):
+        figure.savefig(content, format=form, metadata=dates.get(form), dpi=150)
+    return content.getvalue()
+
+
+def save(lines: Mapping[str, Sequence[Point]], path: str | Path, **options: Any) -> None:
+    """`draw` into a file; its ending (.png, .svg, .pdf) names the format."""
+    from dtem import storage
+
+    path = Path(path)
+    storage._replace(path, draw(lines, form=form_of(path), **options))
+
+
+def form_of(path: str | Path) -> str:
+    """The format that a file's ending names."""
+    form = Path(path).suffix.removeprefix(".").lower()
+    if form not in FORMATS:
+        raise DtemError(f"{path} does not name a kind of plot; end it in {', '.join('.' + name for name in FORMATS)}")
+    return form
+
+
+def check() -> None:
+    """Refuse early where the plotting library is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise DtemError("plots need matplotlib, which is not installed: pip install 'dtem[plot]'") from error
+
+
+def _figure(lines: Mapping[str, Sequence[Point]], base: Point | None, title: str, cost: str) -> Any:
+    check()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if base is not None:
+        axes.axhline(base.accuracy, color="0.6", linewidth=1, linestyle="--", zorder=0)
+        axes.plot([base.gflops], [base.accuracy], "k*", markersize=10, label=base.label, linestyle="none")
+    for index, (name, points) in enumerate(lines.items()):
+        ordered = sorted(points)
+        marker = _MARKERS[index % len(_MARKERS)]
+        axes.plot([p.gflops for p in ordered], [p.accuracy for p in ordered], marker=marker, label=name)
+        below = index % 2 == 1  # so that the texts of two methods at the same cost do not cover each other
+        for point in ordered:
+            axes.annotate(
+                point.label,
+                (point.gflops, point.accuracy),
+                xytext=(0, -12 if below else 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                color="0.3",
+            )
+    axes.margins(0.08, 0.12)
+    axes.set(xlabel=cost, ylabel="top-1 accuracy (%)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
