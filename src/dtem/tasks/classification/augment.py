@@ -1,0 +1,161 @@
+"""From image to tensor: timm's transforms and MixUp, with their randomness as a function of given numbers."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtem.types import DtemError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Transform = Callable[["Image.Image"], Tensor]
+
+CROPS = {"deit": (0.08, 1.0), "mild": (0.6, 1.0), "none": None}
+_POLICIES = ("rand", "augmix", "original", "v0", "3a")
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What training does to an image. The default is DeiT's recipe, without repeated augmentation."""
+
+    crop: str = "deit"
+    """``deit`` (a random part of 8 to 100 % of the area), ``mild`` (60 to 100 %) or ``none`` (evaluation's crop)."""
+    scale: tuple[float, float] | None = None
+    """Least and largest part of the area, instead of what `crop` says."""
+    flip: bool = True
+    """Mirror every other image."""
+    auto: str = "rand-m9-mstd0.5-inc1"
+    """timm's name of an automatic augmentation; empty for none."""
+    erasing: float = 0.25
+    """Probability that a rectangle is filled with noise."""
+    jitter: float = 0.0
+    """Strength of colour changes; timm has them only where `auto` is empty (or 3a)."""
+    mixup: float = 0.8
+    """Alpha of MixUp; 0 for none."""
+    cutmix: float = 1.0
+    """Alpha of CutMix; 0 for none. With both, each batch gets one or the other."""
+
+    def __post_init__(self) -> None:
+        if self.crop not in CROPS:
+            raise DtemError(f"crop = {self.crop!r} must be one of {', '.join(CROPS)}")
+        if self.scale is not None:
+            if self.crop == "none":
+                raise DtemError(f"scale = {self.scale} needs a random crop; with crop = 'none' leave it out")
+            if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1] <= 1:
+                raise DtemError(f"scale = {self.scale} must be two parts of the area, 0 < least <= largest <= 1")
+        if self.auto and not self.auto.startswith(_POLICIES):
+            raise DtemError(f"auto = {self.auto!r} must begin with one of {', '.join(_POLICIES)}; or be empty")
+        if not 0 <= self.erasing <= 1:
+            raise DtemError(f"erasing = {self.erasing} is a probability, 0 to 1")
+        for name in ("jitter", "mixup", "cutmix"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise DtemError(f"{name} = {getattr(self, name)} must be 0 or more")
+        if self.jitter and self.auto and "3a" not in self.auto:
+            raise DtemError(f"jitter = {self.jitter} has no effect beside auto = {self.auto!r}; leave one of them out")
+
+
+def eval_transform(config: Mapping[str, Any]) -> Transform:
+    """The crop that the model is evaluated with. `config` is what ``timm.data.resolve_data_config`` returns."""
+    return _Chain(config, _eval_steps(config))
+
+
+def train_transform(config: Mapping[str, Any], augmentation: Augmentation) -> Transform:
+    """Training's random view of an image."""
+    from timm.data.transforms_factory import create_transform
+
+    options: dict[str, Any] = {
+        "scale": augmentation.scale or CROPS[augmentation.crop],
+        "hflip": 0.5 if augmentation.flip else 0.0,
+        "color_jitter": augmentation.jitter or None,
+        "auto_augment": augmentation.auto or None,
+        "re_prob": augmentation.erasing,
+        "re_mode": "pixel",
+    }
+    try:
+        views, colours, tensors = create_transform(**config, is_training=True, separate=True, **options)
+    except (AssertionError, KeyError, ValueError) as error:
+        raise DtemError(f"timm cannot build auto = {augmentation.auto!r}: {error or 'it is not known'}") from error
+    crop, *flip = views.transforms
+    crops = _eval_steps(config)[:-2] if augmentation.crop == "none" else [crop]  # without tensor and mean, std
+    return _Chain(config, [*crops, *flip, *colours.transforms, *tensors.transforms])
+
+
+def _eval_steps(config: Mapping[str, Any]) -> list[Any]:
+    from timm.data.transforms_factory import create_transform
+
+    return list(create_transform(**config, is_training=False).transforms)
+
+
+class _Chain:
+    """Images of every kind to the one that the model takes, then timm's steps."""
+
+    def __init__(self, config: Mapping[str, Any], steps: list[Any]) -> None:
+        channels = config["input_size"][0]
+        if channels not in (1, 3):
+            raise DtemError(f"input_size = {config['input_size']}: images have 1 or 3 channels, not {channels}")
+        self.mode = "L" if channels == 1 else "RGB"
+        self.steps = steps
+
+    def __call__(self, image: "Image.Image") -> Tensor:
+        value: Any = to_mode(image, self.mode)
+        for step in self.steps:
+            value = step(value)
+        return value
+
+
+def to_mode(image: "Image.Image", mode: str) -> "Image.Image":
+    """The image as ``RGB`` or ``L``, whatever it was."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16 bits of grey: Pillow would cut off what is above 255
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if "transparency" in image.info:  # a palette with transparent colours goes by way of its alpha
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)
+
+
+@contextlib.contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Inside, the generators of random, numpy and torch (CPU) start from `numbers`; afterwards they go on as before."""
+    words = np.random.SeedSequence(numbers).generate_state(3)
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+    torch.default_generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+
+
+def mixup_of(augmentation: Augmentation, classes: int, smoothing: float = 0.0) -> Any:
+    """timm's MixUp and CutMix for batches, as `mix` wants it; None where both are off."""
+    if not augmentation.mixup and not augmentation.cutmix:
+        return None
+    from timm.data.mixup import Mixup
+
+    make: Any = Mixup  # untyped
+    return make(augmentation.mixup, augmentation.cutmix, label_smoothing=smoothing, num_classes=classes)
+
+
+def mix(mixup: Any, images: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Mix a batch with itself backwards, by random numbers that depend on `seed` alone.
+
+    Returns new images and a row of class probabilities for each. Where one of the two mixed images has no label, the
+    row is zero: it then adds nothing to a cross-entropy.
+    """
+    if len(images) % 2:
+        raise DtemError(f"MixUp and CutMix mix pairs, and a batch of {len(images)} is odd; take an even batch size")
+    known = labels >= 0
+    with seeded(seed):
+        mixed, soft = mixup(images.clone(), labels.clamp(min=0))
+    return mixed, soft * (known & known.flip(0))[:, None]
