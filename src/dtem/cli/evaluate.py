@@ -61,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", metavar="N", type=int, default=0, help="processes that decode; default: this one alone")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="default %(default)s; the others by autocast")
-    add("--limit", metavar="N", type=int, help="only N images, drawn at random (the same ones every time)")
+    add(
+        "--limit",
+        metavar="N",
+        type=int,
+        help="only N images, drawn at random, the same every time (of a stream the first)",
+    )
     add("--out", metavar="DIR", help="keep every image's outcome, one file per method and r, and record.json")
     add("--plot", metavar="FILE", help="draw accuracy against GFLOPs: .png, .svg or .pdf")
     add("--compare", metavar="FILE", nargs=2, help="compare two files of --out (second minus first); nothing is run")
@@ -89,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
     host = common.build(args).to(args.device)
     handles, lists = contestants(args, host)
     source, left_out = sources.without(source, {name for names in lists.values() for name in names})
+    if args.limit is not None:
+        source = evaluate.sample(source, args.limit)
     spec = adapters.find(host).describe(host)
     base = Contender.unmerged(host, spec)
     contenders = [base, *(c for label, h in handles.items() for c in merged(label, h, specs))]
@@ -98,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
         source,
         data.eval_transform(_transform(host, spec.image)),
         args.batch,
-        shuffle=args.limit is not None,
         workers=args.workers,
         classes=getattr(host, "num_classes", None),
     )

@@ -52,7 +52,7 @@ def save(lines: Mapping[str, Sequence[Point]], path: str | Path, **options: Any)
     from dtem import storage
 
     path = Path(path)
-    storage._replace(path, draw(lines, form=form_of(path), **options))
+    storage.write_file(path, draw(lines, form=form_of(path), **options))
 
 
 def form_of(path: str | Path) -> str:

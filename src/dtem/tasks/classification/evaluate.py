@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dtem import schedule as schedules
 from dtem.adapters import Merger
 from dtem.handle import Handle
+from dtem.tasks.classification import sources
 from dtem.tasks.classification.outcomes import KEPT, Outcomes
 from dtem.types import DtemError
 
@@ -151,6 +152,17 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             merger.schedule, merger.method.soft = schedule, soft
 
 
+def sample(source: sources.Source, limit: int, seed: int = 0) -> sources.Source:
+    """`limit` images of `source`, drawn at random: the first ones would all be of the first classes.
+
+    A stream comes back as it is; of that, `limit` in the functions above takes the first ones.
+    """
+    if source.length is None or source.length <= limit:
+        return source
+    drawn = torch.randperm(source.length, generator=torch.Generator().manual_seed(seed))[:limit]
+    return sources._Subset(source, drawn.sort().values.tolist())
+
+
 def trained_on(header: Mapping[str, Any]) -> list[str]:
     """File names of the images that an adapter has learned from, by its header (`dtem.storage.read`).
 
@@ -188,12 +200,13 @@ def _answers(logits: Tensor, labels: Tensor, names: Sequence[str]) -> _Answers:
 
 
 def _truth(batch: "Batch") -> Tensor:
-    if batch.labels is None:
+    labels = batch.labels.to("cpu", torch.int64)
+    if len(missing := (labels == sources.UNLABELLED).nonzero()):
         raise DtemError(
-            f"the image {batch.names[0]!r} has no label, so nothing can be said of accuracy: sort the images into one "
-            "folder per class, named or ordered as the model's classes"
+            f"the image {batch.names[int(missing[0])]!r} has no label, so accuracy means nothing: sort the images into "
+            "one folder per class, in the order of the model's classes"
         )
-    return batch.labels.to("cpu", torch.int64)
+    return labels
 
 
 def _batches(loader: "Loader", limit: int | None) -> "Iterator[Batch]":
@@ -202,8 +215,7 @@ def _batches(loader: "Loader", limit: int | None) -> "Iterator[Batch]":
     for batch in loader.epoch(0):
         count = len(batch.names)
         if left is not None and count >= left:
-            labels = None if batch.labels is None else batch.labels[:left]
-            yield type(batch)(batch.images[:left], labels, batch.names[:left])
+            yield type(batch)(batch.images[:left], batch.labels[:left], batch.names[:left])
             return
         yield batch
         left = None if left is None else left - count

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from dtem import storage
+from dtem.files import write_file
 from dtem.types import DtemError
 
 FORMAT = 1
@@ -82,7 +82,7 @@ class Outcomes:
         """Write a safetensors file; an older one there is replaced whole, or kept."""
         tensors = {name: getattr(self, name).detach().cpu().to(dtype).contiguous() for name, dtype in _TENSORS.items()}
         header = json.dumps({"format": FORMAT, "names": self.names})
-        storage._replace(Path(path), to_bytes(tensors, {_KEY: header}))
+        write_file(path, to_bytes(tensors, {_KEY: header}))
 
     @classmethod
     def load(cls, path: str | Path) -> "Outcomes":
