@@ -16,6 +16,7 @@ PACKAGE = Path(dtem.__file__).resolve().parent
 ROOMS = [
     "_version",
     "types",
+    "files",
     "ops",
     "schedule",
     "embedding",
@@ -112,12 +113,12 @@ def misdirected(source: str, path: Path) -> list[str]:
 
 
 def out_of_place(source: str, path: Path) -> list[str]:
-    """Imports of timm and transformers where they may not be."""
+    """Imports of timm, transformers and accelerate where they may not be."""
     room, wrong = room_of(path), []
     for name, line, runs in imports(ast.parse(source), path):
-        if name.split(".")[0] not in HOST_LIBRARIES:
-            continue
-        if not (room == "adapters" or (room in LAZY_ROOMS and not runs)):
+        library = name.split(".")[0]
+        host = library in HOST_LIBRARIES and not (room == "adapters" or (room in LAZY_ROOMS and not runs))
+        if host or (library == "accelerate" and room != "training"):
             wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {room} imports {name}")
     return wrong
 
@@ -215,6 +216,8 @@ def test_the_walk_sees_host_libraries() -> None:
     assert len(out_of_place("import timm", PACKAGE / "cli" / "bench.py")) == 1
     assert len(out_of_place("class A:\n    from transformers import B", PACKAGE / "cli" / "bench.py")) == 1
     assert len(out_of_place(inside, PACKAGE / "measure" / "flops.py")) == 1
+    assert out_of_place("import accelerate", PACKAGE / "training" / "loop.py") == []
+    assert len(out_of_place("def f():\n    import accelerate", PACKAGE / "cli" / "bench.py")) == 1
 
 
 def test_the_walk_sees_unsafe_loads() -> None:

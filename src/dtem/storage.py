@@ -11,7 +11,6 @@ import json
 import os
 import re
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from dtem import adapters, methods
 from dtem import schedule as schedules
 from dtem._version import __version__
+from dtem.files import write_file
 from dtem.handle import Handle, patch
 from dtem.types import DtemError, HostSpec
 
@@ -52,7 +52,9 @@ def save(handle: Handle, path: Source, *, trained_r: object = None, notes: Mappi
         raise DtemError(f"method {handle.method.name!r} has nothing to save: it has no trained parts")
     tensors = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in state.items()}
     _check_finite(tensors)
-    _replace(Path(path), to_bytes(tensors, {"dtem": json.dumps(_header(handle, trained_r, notes or {}))}))
+    if Path(path).is_dir():
+        raise DtemError(f"{path} is a folder; name a file in it, such as {Path(path) / FILE}")
+    write_file(path, to_bytes(tensors, {"dtem": json.dumps(_header(handle, trained_r, notes or {}))}))
 
 
 def from_pretrained(
@@ -220,25 +222,6 @@ def _check_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise DtemError(f"tensor {name} has NaN or infinite values: the training that made it went wrong")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write beside `path`, then move over it, so that a failure leaves whatever was there."""
-    if path.is_dir():
-        raise DtemError(f"{path} is a folder; name a file in it, such as {path / FILE}")
-    beside = path.parent / f".dtem-{uuid.uuid4().hex}.tmp"
-    try:
-        with open(beside, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DtemError(f"{path} cannot be written ({reason}): its folder must exist, with room in it") from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def _locate(source: Source, revision: str | None) -> Path:

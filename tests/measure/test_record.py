@@ -106,7 +106,7 @@ def test_a_failed_write_leaves_the_old_file(made: record.Record, tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(record.os, "replace", fail)
-    with pytest.raises(DtemError, match=r"one\.json: No space left"):
+    with pytest.raises(DtemError, match=r"one\.json cannot be written .No space left"):
         record.save(record.collect("other", None), path)
     monkeypatch.undo()
     assert record.load(path) == made

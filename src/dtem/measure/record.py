@@ -13,7 +13,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from dtem._version import __version__
+from dtem.files import write_file
 from dtem.types import DtemError
 
 FORMAT = "dtem-record-1"
@@ -86,24 +86,10 @@ def save(record: Record, path: str | Path) -> Path:
     text = json.dumps(dataclasses.asdict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text)
     except OSError as error:
         raise DtemError(f"cannot write the record {path}: {error.strerror}") from error
+    write_file(path, text)
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp gives 0600; a record is for everyone to read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def load(path: str | Path) -> Record:
