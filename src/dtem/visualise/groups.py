@@ -1,0 +1,177 @@
+"""Pictures of what was merged: the patches that share a token share their mean colour, with a line around them.
+
+The map of a picture comes from `handle.trace()`: ``trace.sources[block][image]`` says which token holds each patch.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from dtem.types import DtemError
+
+_PATCH = 12
+"""Pixels that a patch has at least in a picture: room for the lines."""
+LINE = (230, 60, 40)
+
+
+class _Groups(NamedTuple):
+    label: NDArray[np.intp]
+    """(gh, gw): group of each patch, from 0."""
+    colour: NDArray[np.uint8]
+    """(groups, 3): mean colour of each group."""
+    patch: tuple[int, int]
+    """Height and width of a patch in pixels of the image."""
+
+
+def draw_groups(
+    image: Any,
+    source: Any,
+    grid: tuple[int, int],
+    *,
+    scale: int | None = None,
+    line: tuple[int, int, int] | None = LINE,
+) -> Image.Image:
+    """Paint each group of patches in its mean colour and draw its border.
+
+    Args:
+        image: PIL image, or array (h, w), (h, w, 1) or (h, w, 3): bytes, or floats from 0 to 1.
+        source: (p,) index of the token that holds each patch, row by row.
+        grid: patches from top to bottom, and from left to right.
+        scale: pixels of the picture per pixel of the image; None: as many as the lines need.
+        line: colour of the borders, which are one pixel on either side of where groups meet; None: no borders.
+    """
+    groups = _groups(image, source, grid)
+    high, wide = groups.patch
+    scale = scale or _scale(groups.patch)
+    label = groups.label.repeat(high * scale, axis=0).repeat(wide * scale, axis=1)
+    picture = groups.colour[label]
+    if line is not None:
+        picture[_borders(label)] = line
+    return Image.fromarray(picture)
+
+
+def plain(image: Any, *, scale: int = 1) -> Image.Image:
+    """The image itself at the scale of its pictures, pixels kept square."""
+    return Image.fromarray(_rgb(image).repeat(scale, axis=0).repeat(scale, axis=1))
+
+
+def default_scale(size: tuple[int, int], grid: tuple[int, int]) -> int:
+    """What `draw_groups` takes for an image of that height and width."""
+    return _scale((size[0] // grid[0], size[1] // grid[1]))
+
+
+def groups_svg(image: Any, source: Any, grid: tuple[int, int], *, line: tuple[int, int, int] = LINE) -> str:
+    """The same picture as an SVG document, sharp at every size."""
+    groups = _groups(image, source, grid)
+    (rows, columns), (high, wide) = groups.label.shape, groups.patch
+    parts = []
+    for group, colour in enumerate(groups.colour):
+        cells = np.argwhere(groups.label == group)
+        path = "".join(f"M{x} {y}h1v1h-1z" for y, x in cells.tolist())
+        parts.append(f'<path fill="{_hex(colour)}" d="{path}"/>')
+    across = np.argwhere(groups.label[1:] != groups.label[:-1]).tolist()
+    down = np.argwhere(groups.label[:, 1:] != groups.label[:, :-1]).tolist()
+    border = "".join(f"M{x} {y + 1}h1" for y, x in across) + "".join(f"M{x + 1} {y}v1" for y, x in down)
+    return (
+        f'<svg xmlns="{SVG}" viewBox="0 0 {columns} {rows}" width="{columns * max(wide, _PATCH)}" '
+        f'height="{rows * max(high, _PATCH)}" shape-rendering="crispEdges">{"".join(parts)}'
+        f'<path fill="none" stroke="{_hex(line)}" stroke-width="0.15" d="{border}"/></svg>'
+    )
+
+
+def figure(
+    pictures: Sequence[Sequence[Image.Image]], rows: Sequence[str], columns: Sequence[str], *, cell: int = 150
+) -> str:
+    """Pictures in rows and columns with their captions, as one SVG document that needs no other file.
+
+    Args:
+        pictures: row by row; all rows are equally long.
+        rows: caption to the left of each row.
+        columns: caption above each column.
+        cell: width of a picture in the figure.
+    """
+    if len(pictures) != len(rows) or any(len(row) != len(columns) for row in pictures):
+        found = [len(row) for row in pictures]
+        raise DtemError(f"{len(rows)} × {len(columns)} captions do not fit pictures in rows of {found}")
+    gap, left, top = 10, 8 * max(map(len, rows), default=0) + 10, 22
+    high = max((cell * picture.height // picture.width for row in pictures for picture in row), default=cell)
+    width, height = left + len(columns) * (cell + gap), top + len(rows) * (high + gap)
+    parts = [f'<text x="{left + x * (cell + gap)}" y="14">{escape(text)}</text>' for x, text in enumerate(columns)]
+    for y, (caption, row) in enumerate(zip(rows, pictures, strict=True)):
+        over = top + y * (high + gap)
+        parts.append(f'<text x="0" y="{over + high // 2 + 4}">{escape(caption)}</text>')
+        for x, picture in enumerate(row):
+            parts.append(
+                f'<image x="{left + x * (cell + gap)}" y="{over}" width="{cell}" height="{high}" '
+                f'href="{data_uri(picture)}"><title>{escape(caption)}, {escape(columns[x])}</title></image>'
+            )
+    return (
+        f'<svg xmlns="{SVG}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="13" fill="currentColor" role="img">{"".join(parts)}</svg>'
+    )
+
+
+SVG = "http://www.w3.org/2000/svg"
+
+
+def data_uri(picture: Image.Image) -> str:
+    """The picture as a PNG inside a link."""
+    content = io.BytesIO()
+    picture.save(content, format="PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def _groups(image: Any, source: Any, grid: tuple[int, int]) -> _Groups:
+    pixels = _rgb(image)
+    source = np.asarray(source)
+    rows, columns = grid
+    height, width = pixels.shape[:2]
+    if source.shape != (rows * columns,):
+        raise DtemError(f"a map of shape {source.shape} does not fit a grid of {rows} × {columns} patches")
+    if height % rows or width % columns:
+        raise DtemError(f"an image of {height} × {width} pixels cannot be cut into {rows} × {columns} equal patches")
+    high, wide = height // rows, width // columns
+    _, label = np.unique(source, return_inverse=True)
+    cells = pixels.reshape(rows, high, columns, wide, 3).sum(axis=(1, 3), dtype=np.int64).reshape(-1, 3)
+    total = np.zeros((label.max() + 1, 3), dtype=np.int64)
+    np.add.at(total, label, cells)
+    mean = total / (np.bincount(label) * high * wide)[:, None]
+    return _Groups(label.reshape(grid), np.rint(mean).astype(np.uint8), (high, wide))
+
+
+def _rgb(image: Any) -> NDArray[np.uint8]:
+    pixels = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    if pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
+        raise DtemError(f"an image of shape {pixels.shape} is neither (h, w), (h, w, 1) nor (h, w, 3)")
+    if pixels.dtype != np.uint8:
+        if not np.issubdtype(pixels.dtype, np.floating):
+            raise DtemError(f"image values are {pixels.dtype}; give bytes, or floats from 0 to 1")
+        pixels = np.rint(pixels.clip(0, 1) * 255).astype(np.uint8)
+    return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
+
+
+def _borders(label: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """True for every pixel with a pixel of another group above, below, to the left or to the right."""
+    border = np.zeros(label.shape, dtype=bool)
+    down, across = label[1:] != label[:-1], label[:, 1:] != label[:, :-1]
+    border[1:] |= down
+    border[:-1] |= down
+    border[:, 1:] |= across
+    border[:, :-1] |= across
+    return border
+
+
+def _scale(patch: tuple[int, int]) -> int:
+    return max(1, -(-_PATCH // min(patch)))
+
+
+def _hex(colour: Any) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*map(int, colour))
