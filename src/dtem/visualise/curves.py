@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtem.files import write_file
 from dtem.types import DtemError
 
 FORMATS = ("png", "svg", "pdf")
@@ -49,10 +50,7 @@ def draw(
 
 def save(lines: Mapping[str, Sequence[Point]], path: str | Path, **options: Any) -> None:
     """`draw` into a file; its ending (.png, .svg, .pdf) names the format."""
-    from dtem import storage
-
-    path = Path(path)
-    storage.write_file(path, draw(lines, form=form_of(path), **options))
+    write_file(path, draw(lines, form=form_of(path), **options))
 
 
 def form_of(path: str | Path) -> str:
@@ -86,7 +84,7 @@ def _figure(lines: Mapping[str, Sequence[Point]], base: Point | None, title: str
         ordered = sorted(points)
         marker = _MARKERS[index % len(_MARKERS)]
         axes.plot([p.gflops for p in ordered], [p.accuracy for p in ordered], marker=marker, label=name)
-        below = index % 2 == 1  # so that the texts of two methods at the same cost do not cover each other
+        below = index % 2 == 0  # so that the texts of two methods at the same cost do not cover each other
         for point in ordered:
             axes.annotate(
                 point.label,
