@@ -35,11 +35,10 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
     adapter = adapters.find(model)
     host = adapter.describe(model)
     cls = methods.find(method)
-    missing = cls.needs - adapter.provides
+    missing = cls.needs - adapter.provides - host.provides
     if missing:
-        raise DtemError(
-            f"method {method!r} needs {', '.join(sorted(missing))}, which {adapter.family} does not provide"
-        )
+        listed = ", ".join(sorted(missing))
+        raise DtemError(f"method {method!r} needs {listed}, which {host.name} ({adapter.family}) does not provide")
     asked = schedules.parse(r)
     schedules.check(asked, host.patches, host.depth)
     built = cls.create(host, options)

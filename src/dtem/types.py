@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     size: Float[Tensor, "b n"] | None = None
     """Patches that each token stands for; None while nothing has been merged (all ones)."""
     source: Int[Tensor, "b p"] | None = None
-    """Index of the token that holds each patch; tracked only when asked for."""
+    """Index of the token that holds each patch, −1 if it was dropped; tracked only when asked for."""
     excluded: int = 0
     """Tokens at the end of the sequence that take no further part in merging (soft training)."""
     carry: dict[str, Tensor] = {}  # noqa: RUF012 - never mutated, only replaced
@@ -81,3 +81,10 @@ class HostSpec:
     """Channels, height and width of the input."""
     masked: bool = field(default=False, compare=False)
     """Whether the weights come from masked pre-training (MAE): there, proportional attention does harm at inference."""
+    class_token: bool = field(default=True, compare=False)
+    """Whether the first prefix token, if there is one, is a class token: False where all of them are registers."""
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What this model has and not every model of its family has."""
+        return frozenset({"class_token"} if self.class_token and self.prefix else ())

@@ -8,7 +8,7 @@ from torch import nn
 
 import dtem
 from adapters import reference
-from contract.hosts import HOSTS, fresh, gradients, images, patched
+from contract.hosts import HOSTS, every, fresh, gradients, images, patched
 from dtem import ops
 from dtem.methods import METHODS
 
@@ -98,8 +98,7 @@ def test_the_embedding_does_not_teach_the_host():
     assert seen == [(False, True)] * 4
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["mae", "no_class_token", "mean_with_prefix"])
+@every(["mae", "no_class_token", "mean_with_prefix"], whole=True)
 def test_mean_pooling_counts_every_patch_once(name, method):
     model, handle = patched(name, method)
     x = images(name)
@@ -115,10 +114,10 @@ def test_mean_pooling_counts_every_patch_once(name, method):
         assert not torch.allclose(model(x), plain, atol=1e-3), "a plain mean is something else"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_attention_pooling_counts_every_patch_once(method):
-    model, handle = patched("siglip", method)
-    x = images("siglip")
+@every(["siglip"], whole=True)
+def test_attention_pooling_counts_every_patch_once(name, method):
+    model, handle = patched(name, method)
+    x = images(name)
     with torch.no_grad(), handle.trace() as trace:
         features = model.forward_features(x)
     with torch.no_grad():
@@ -127,8 +126,7 @@ def test_attention_pooling_counts_every_patch_once(method):
         assert not torch.allclose(model(x), model.head(model.attn_pool(features)), atol=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["max", "avgmax"])
+@every(["max", "avgmax"], whole=True)
 def test_other_pooling_is_that_of_the_full_grid(name, method):
     model, handle = patched(name, method)
     x = images(name)

@@ -7,14 +7,12 @@ from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, V
 from torch import nn
 
 import dtem
-from contract.hosts import R, fresh, images, lively, patched, vit
+from contract.hosts import R, every, fresh, images, lively, patched, vit
 from dtem import schedule
-from dtem.methods import METHODS
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_dynamic_image_sizes(method):
-    name = "dinov2_registers"
+@every(["dinov2_registers"], whole=True)
+def test_dynamic_image_sizes(name, method):
     model, handle = patched(name, method)
     for height, width in ((32, 32), (48, 32), (20, 56), (8, 12)):
         x = torch.randn(2, 3, height, width)

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 import dtem
-from contract.hosts import R, fresh, gradients, images, lively, patched, vit
+from contract.hosts import R, every, fresh, gradients, images, lively, patched, vit
 from dtem.methods import METHODS
 
 
@@ -95,8 +95,7 @@ def test_a_hook_may_replace_what_it_sees(method):
         assert torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["deit", "mae", "siglip", "qk_norm", "dinov2_registers"])
+@every(["deit", "mae", "siglip", "qk_norm", "dinov2_registers"], whole=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half_precision(name, method, dtype):
     model, handle = patched(name, method)

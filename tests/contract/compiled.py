@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import dtem
-from contract.hosts import R, fresh, images
+from contract.hosts import R, fresh, images, patch
 
 
 def compiled(name: str, method: str, steer: bool = False) -> dict[str, float]:
     """Largest difference from eager and graphs compiled; with `steer`, also after changing r and with gradients."""
     model = fresh(name)
     model.blocks = model.blocks[:2]
-    handle = dtem.patch(model, method, R)
+    handle = patch(model, method, R)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dtem
+from dtem import adapters, methods
 from dtem.methods import METHODS
 
 DEPTH = 4
@@ -42,6 +43,7 @@ HOSTS: dict[str, Host] = {
     "qk_norm": Host(vit(qk_norm=True)),
     "no_qkv_bias": Host(vit(qkv_bias=False)),
     "siglip": Host(vit("vit_base_patch16_siglip_224")),
+    "registers_only": Host(vit(class_token=False, reg_tokens=2, global_pool="avg")),
     "no_class_token": Host(vit(class_token=False, global_pool="avg", fc_norm=False)),
     "mean_with_prefix": Host(vit(global_pool="avg", pool_include_prefix=True)),
     "non_square": Host(vit(img_size=(32, 48)), image=(3, 32, 48)),
@@ -52,6 +54,11 @@ HOSTS: dict[str, Host] = {
     "clip": Host(vit("vit_base_patch32_clip_224")),
     "drop_path": Host(vit(drop_path_rate=0.4)),
 }
+
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "evit_dropping": ("evit", {"fuse": False}),
+}
+"""Settings under which a method promises something else: on FEW hosts they go through the suite as methods do."""
 
 FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 """Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
@@ -90,24 +97,48 @@ def images(name: str, batch: int = 2, seed: int = 0) -> Tensor:
 
 
 @functools.cache
-def can_relax(method: str) -> bool:
-    return dtem.patch(fresh("deit"), method).method.can_relax()
+def built(method: str) -> methods.Method:
+    return patched("deit", method)[1].method
 
 
-def every(names: Iterable[str] = HOSTS, soft: bool = False) -> pytest.MarkDecorator:
-    """Run a clause for every host and method; with `soft`, for those that have a soft mode."""
+@functools.cache
+def provided(name: str) -> frozenset[str]:
+    """What the host and its adapter provide."""
+    adapter = adapters.find(_template(name))
+    return adapter.provides | adapter.describe(_template(name)).provides
+
+
+def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str, str]]:
+    """Hosts and methods that go together, or those that do not."""
+    return [
+        (name, method)
+        for name in names
+        for method in [*METHODS, *(VARIANTS if name in FEW else ())]
+        if (built(method).needs <= provided(name)) == fitting
+    ]
+
+
+def every(names: Iterable[str] = HOSTS, soft: bool = False, whole: bool | None = None) -> pytest.MarkDecorator:
+    """Run a clause for every host and method that go together; with `soft`, for those that have a soft mode; with
+    `whole`, for those that drop no patch (True), or that do (False)."""
     cases = [
         pytest.param(name, method, id=f"{name}-{method}")
-        for name in names
-        for method in METHODS
-        if not soft or (HOSTS[name].soft and can_relax(method))
+        for name, method in pairs(names)
+        if not soft or (HOSTS[name].soft and built(method).can_relax())
+        if whole in (None, built(method).keeps_mass)
     ]
     return pytest.mark.parametrize(("name", "method"), cases)
 
 
 def patched(name: str, method: str, r: object = R, **options: object) -> tuple[nn.Module, dtem.Handle]:
     model = fresh(name)
-    return model, dtem.patch(model, method, r, **options)
+    return model, patch(model, method, r, **options)
+
+
+def patch(model: nn.Module, method: str, r: object = R, **options: object) -> dtem.Handle:
+    """`dtem.patch`, with the name of a method or of a variant."""
+    real, settings = VARIANTS.get(method, (method, {}))
+    return dtem.patch(model, real, r, **{**settings, **options})
 
 
 def gradients(model: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, dict[str, Tensor | None]]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from contract.hosts import VARIANTS
 from dtem.methods import METHODS
 
 pytestmark = pytest.mark.contract
 
 STEERED = "mae-dtem-steered"
-CASES = [*(f"distilled-{method}" for method in METHODS), STEERED, "siglip-dtem"]
+CASES = [*(f"distilled-{method}" for method in [*METHODS, *VARIANTS]), STEERED, "siglip-dtem"]
 
 
 @pytest.fixture(scope="module")

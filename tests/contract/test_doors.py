@@ -6,6 +6,7 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
+import dtem
 from contract.hosts import DEPTH, FEW, HOSTS, every, fresh, images, patched
 from dtem import ops
 
@@ -67,7 +68,7 @@ def _same(expected, got, compare):
         assert compare(tensor, wanted), path
 
 
-@every([*FEW, "odd_grid"])
+@every([*FEW, "odd_grid"], whole=True)
 def test_intermediates_have_the_full_grid(name, method):
     host, x = fresh(name), images(name)
     model, _ = patched(name, method)
@@ -80,7 +81,7 @@ def test_intermediates_have_the_full_grid(name, method):
             _same(flatten(expected), flatten(got), lambda tensor, wanted: tensor.shape == wanted.shape)
 
 
-@every()
+@every(whole=True)
 def test_intermediates_are_the_tokens_unmerged(name, method):
     model, handle = patched(name, method)
     prefix, x = handle.host.prefix, images(name)
@@ -104,7 +105,7 @@ def test_intermediates_are_the_tokens_unmerged(name, method):
             assert image.unique(dim=0).shape[0] == groups.unique().shape[0], "different tokens stay different"
 
 
-@every(FEW)
+@every(FEW, whole=True)
 def test_stop_early_stops(name, method):
     model, _ = patched(name, method)
     ran = []
@@ -115,7 +116,16 @@ def test_stop_early_stops(name, method):
     assert ran == [0, 1]
 
 
-@every(FEW)
+@every(whole=False)
+def test_intermediates_with_dropped_patches_are_refused(name, method):
+    model, handle = patched(name, method)
+    x = images(name)
+    for door in (model.forward_intermediates, model.get_intermediate_layers):
+        with pytest.raises(dtem.DtemError, match=f"{handle.method.name}.*drops"), torch.no_grad():
+            door(x)
+
+
+@every(FEW, whole=True)
 def test_intermediates_have_gradients(name, method):
     model, _ = patched(name, method)
     x = images(name).requires_grad_()

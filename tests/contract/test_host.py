@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dtem
-from contract.hosts import FEW, HOSTS, R, every, fresh, gradients, images, patched
-from dtem import adapters, methods
+from contract.hosts import FEW, HOSTS, R, built, every, fresh, gradients, images, pairs, patch, patched, provided
+from dtem import adapters
 
 pytestmark = pytest.mark.contract
 
@@ -61,7 +61,7 @@ def test_unpatch_restores_class_keys_and_output(name, method):
     with torch.no_grad():
         assert torch.equal(model(x), host(x))
         assert torch.equal(model.forward_features(x), host.forward_features(x))
-    again = dtem.patch(model, method, R)
+    again = patch(model, method, R)
     assert again.r == R
 
 
@@ -70,7 +70,7 @@ def test_patching_twice_is_refused(name, method):
     model, handle = patched(name, method)
     kind = type(model)
     with pytest.raises(dtem.DtemError, match="patched already"):
-        dtem.patch(model, method, r=1)
+        patch(model, method, r=1)
     assert type(model) is kind
     assert handle.r == R
 
@@ -92,10 +92,23 @@ def test_r_can_be_set_at_any_time(name, method):
 def test_a_method_that_needs_more_than_the_host_provides_is_refused(name, method, monkeypatch):
     model = fresh(name)
     family = adapters.find(model).family
-    monkeypatch.setattr(methods.find(method), "needs", frozenset({"input", "moonlight"}))
+    cls = type(built(method))
+    monkeypatch.setattr(cls, "needs", frozenset({"input", "moonlight"}))
+    _refused(model, method, f"{cls.name}.*moonlight.*{family}")
+
+
+@pytest.mark.parametrize(("name", "method"), pairs(fitting=False))
+def test_a_method_and_a_host_that_do_not_go_together(name, method):
+    cls = type(built(method))
+    lacking = cls.needs - provided(name)
+    assert lacking
+    _refused(fresh(name), method, ".*".join([cls.name, *sorted(lacking), adapters.find(fresh(name)).family]))
+
+
+def _refused(model, method, said):
     before = type(model)
-    with pytest.raises(dtem.DtemError, match=f"{method}.*moonlight.*{family}") as error:
-        dtem.patch(model, method, R)
+    with pytest.raises(dtem.DtemError, match=said) as error:
+        patch(model, method)
     assert "input" not in str(error.value), "only what is missing is named"
     assert type(model) is before
     assert not hasattr(model, "dtem")

@@ -142,7 +142,8 @@ def test_threads_train_one_model(name, method):
     model, handle = patched(name, method)
     handle.mode = "soft"
     inputs = [images(name, batch=1, seed=index) for index in range(4)]
-    weights = [parameter for parameter in handle.method.parameters() if parameter.requires_grad]
+    learns = handle.method if list(handle.method.parameters()) else model
+    weights = [parameter for parameter in learns.parameters() if parameter.requires_grad]
 
     def run(index):
         return torch.autograd.grad(model(inputs[index]).square().sum(), weights)

@@ -1,10 +1,11 @@
 """What merging does to tokens: nothing is lost, nothing is invented, images do not mix."""
 
+import itertools
+
 import pytest
 import torch
 
 from contract.hosts import DEPTH, HOSTS, R, every, fresh, gradients, images, patched
-from dtem import methods
 
 pytestmark = pytest.mark.contract
 
@@ -15,10 +16,8 @@ def trace_of(handle, x):
     return trace
 
 
-@every()
+@every(whole=True)
 def test_sizes_sum_to_the_tokens_at_the_start(name, method):
-    if not methods.find(method).keeps_mass:
-        pytest.skip(f"{method} does not keep mass, by its own word")
     _, handle = patched(name, method)
     trace = trace_of(handle, images(name))
     start = handle.host.prefix + handle.host.patches
@@ -31,10 +30,8 @@ def test_sizes_sum_to_the_tokens_at_the_start(name, method):
     assert trace.sizes[-1].max() > 1
 
 
-@every(soft=True)
+@every(soft=True, whole=True)
 def test_soft_sizes_sum_to_the_tokens_at_the_start(name, method):
-    if not methods.find(method).keeps_mass:
-        pytest.skip(f"{method} does not keep mass, by its own word")
     _, handle = patched(name, method)
     handle.mode = "soft"
     trace = trace_of(handle, images(name))
@@ -55,11 +52,17 @@ def test_sources_map_every_patch_to_a_token_of_the_right_size(name, method):
     for source, size in zip(trace.sources, trace.sizes, strict=True):
         assert source.shape == (3, patches)
         assert source.max() < size.shape[1]
-        if not methods.find(method).keeps_mass:
+        dropped = source < 0
+        assert torch.equal(dropped, source == -1)
+        assert source[~dropped].min() >= prefix, "a patch went into a prefix token"
+        if not handle.method.keeps_mass:
+            assert dropped.any()
             continue
-        assert source.min() >= prefix, "a patch went into a prefix token"
+        assert not dropped.any()
         counted = torch.stack([row.bincount(minlength=size.shape[1]) for row in source])
         assert torch.equal(counted[:, prefix:].float(), size[:, prefix:])
+    for earlier, later in itertools.pairwise(trace.sources):
+        assert (later[earlier < 0] < 0).all(), "what was dropped stays dropped"
     assert not torch.equal(trace.sources[-1][0], trace.sources[-1][1]), "every image merges in its own way"
 
 
@@ -113,6 +116,8 @@ def test_the_same_answer_with_and_without_gradients(name, method):
 @every(soft=True)
 def test_only_what_the_method_trains_gets_a_gradient(name, method):
     model, handle = patched(name, method)
+    if not list(handle.method.parameters()):
+        pytest.skip(f"{method} has nothing of its own to train")
     for key, parameter in model.named_parameters():
         if not key.startswith("dtem."):
             parameter.requires_grad_(False)

@@ -91,7 +91,7 @@ class Trace:
     """What was merged, block by block, in every forward made under `handle.trace()`."""
 
     sources: list[Tensor] = dataclasses.field(default_factory=list)
-    """After each block: for each patch (row by row), the index of the token that holds it. (b, p)"""
+    """After each block: for each patch (row by row), the index of the token that holds it, −1 if dropped. (b, p)"""
     sizes: list[Tensor] = dataclasses.field(default_factory=list)
     """After each block: patches that each token stands for. (b, n)"""
 

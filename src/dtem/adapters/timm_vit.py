@@ -64,6 +64,7 @@ class TimmVit(Adapter):
             pooling=POOLING["map" if model.attn_pool is not None else model.global_pool],
             image=(embed.proj.in_channels, *embed.img_size),
             masked=str(config.get("tag", "")).startswith("mae"),
+            class_token=model.has_class_token,
         )
 
     def key_projections(self, model: VisionTransformer) -> list[tuple[Tensor, Tensor | None]]:
@@ -218,6 +219,11 @@ class _Merging:
             return super().forward_intermediates(x, **options, **kwargs)
         if self.dtem.method.soft:
             raise DtemError("intermediate grids exist for hard merging only; set handle.mode = 'hard' first")
+        if not self.dtem.method.keeps_mass:
+            raise DtemError(
+                f"method {self.dtem.method.name!r} drops patches here, so there are no whole intermediate grids; use a "
+                "method that merges, or set handle.r = 0"
+            )
         options["indices"], last = feature_take_indices(len(self.blocks), indices)
         states: list[Tensor] = []
         self._walk(self._embed(x, **kwargs), blocks=last + 1 if stop_early else None, grids=states)

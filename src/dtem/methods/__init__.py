@@ -7,7 +7,9 @@ from dtem.types import DtemError
 
 METHODS = {
     "dtem": "dtem.methods.dtem:Dtem",
+    "evit": "dtem.methods.evit:Evit",
     "tome": "dtem.methods.tome:Tome",
+    "tome_soft": "dtem.methods.tome_soft:TomeSoft",
 }
 
 

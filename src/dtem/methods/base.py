@@ -43,9 +43,10 @@ class Method(nn.Module):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of the adapter's taps: input, q, k, v, and for `key_projection` its weights."""
-    keeps_mass: ClassVar[bool] = True
-    """Whether token sizes always sum to the number of tokens at the start."""
+    """Of the adapter's taps: input, q, k, v, and for `key_projection` its weights; of the host: class_token."""
+    keeps_mass: bool = True
+    """Whether token sizes always sum to the number of tokens at the start. If not, patches are dropped: they have −1 in
+    the source map, and no intermediate grids exist."""
     config_class: ClassVar[type[Config]] = Config
 
     def __init__(self, host: HostSpec, config: Config) -> None:

@@ -9,16 +9,17 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from dtem import ops
 from dtem.embedding import DecoupledEmbedding
-from dtem.methods.base import Config, Method, full_size, merge_matched
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.methods.base import Config
+from dtem.methods.soft import SoftConfig, SoftMethod, check_choice, check_count, is_count
+from dtem.types import DtemError, HostSpec, Taps
 
 
 @dataclasses.dataclass(frozen=True)
-class DtemConfig(Config):
+class DtemConfig(SoftConfig):
     """Settings of DTEM."""
 
     dim: int | None = None
@@ -29,42 +30,18 @@ class DtemConfig(Config):
     """Start from the head-mean key projection ("keys": untrained, it is ToMe) or at random ("random")."""
     seed: int = 0
     """Of the random part of the start."""
-    temperature: float = 0.1
-    """τ of soft grouping."""
-    scale: float = 0.1
-    """Similarities are divided by this before soft grouping."""
-    candidates: int | None = None
-    """Soft grouping sees only each A token's best few B tokens; None: all."""
-    exclude: str = "mass"
-    """Which tokens leave the merging after a soft merge: "mass" (those that inference removes) or "size"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, allowed in (
-            ("init", self.init, ("keys", "random")),
-            ("exclude", self.exclude, ("mass", "size")),
-        ):
-            if value not in allowed:
-                raise DtemError(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
-        for name in ("temperature", "scale"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise DtemError(f"{name} = {value!r} must be a positive number")
-        for name in ("dim", "candidates"):
-            value = getattr(self, name)
-            if value is not None and not _is_count(value):
-                raise DtemError(f"{name} = {value!r} must be a whole number, 1 or more, or None for the default")
-        if not isinstance(self.hidden, tuple) or not all(map(_is_count, self.hidden)):
+        check_choice("init", self.init, ("keys", "random"))
+        check_count("dim", self.dim)
+        if not isinstance(self.hidden, tuple) or not all(map(is_count, self.hidden)):
             raise DtemError(f"hidden = {self.hidden!r} must be a tuple of whole numbers, each 1 or more")
         if self.hidden and self.init == "keys":
             raise DtemError(f"hidden = {self.hidden} cannot start from the keys; add init='random'")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-class Dtem(Method):
+class Dtem(SoftMethod):
     """Merging by decoupled embeddings, one beside each block."""
 
     name: ClassVar[str] = "dtem"
@@ -91,22 +68,6 @@ class Dtem(Method):
                 assert isinstance(embedding, DecoupledEmbedding)
                 embedding.copy_keys(weight, bias, generator)
 
-    def can_relax(self) -> bool:
-        return True
-
-    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
-        if r == 0:
-            return tokens
-        if not self.soft:
-            return merge_matched(tokens, self.embeddings[layer](taps.input), r, self.host.prefix)
-        if self.host.pooling == "prefix" and layer == self.host.depth - 1:
-            return tokens
-        return self._reduce_softly(layer, tokens, taps, r)
-
-    def _reduce_softly(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
-        config, prefix = self.config, self.host.prefix
-        z = self.embeddings[layer](taps.input.detach())
-        similarity = ops.cosine(z, prefix, tokens.excluded)
-        edges = ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
-        merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
-        return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)
+    def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
+        embedded: Tensor = self.embeddings[layer](taps.input.detach() if self.soft else taps.input)
+        return embedded

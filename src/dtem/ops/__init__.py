@@ -1,12 +1,14 @@
 """The method's equations: pure functions on tensors, one per equation.
 
-`matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training.
+`matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training;
+`pruning` serves the methods that drop tokens instead.
 """
 
 from dtem.ops.attention import attend, class_attention, log_size
 from dtem.ops.grouping import row_mass, soft_group
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
 from dtem.ops.merging import SoftMerge, merge, soft_merge, take
+from dtem.ops.pruning import fuse, prune, pruned_source
 from dtem.ops.unmerge import unmerge
 
 __all__ = [
@@ -16,10 +18,13 @@ __all__ = [
     "class_attention",
     "compose",
     "cosine",
+    "fuse",
     "limit",
     "log_size",
     "match",
     "merge",
+    "prune",
+    "pruned_source",
     "row_mass",
     "sides",
     "soft_group",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from dtem.ops.matching import full_precision
 from dtem.types import SIZE_FLOOR
 
 
@@ -72,6 +73,13 @@ def class_attention(
     bias: Float[Tensor, "b n"] | None,
     scale: float,
 ) -> Float[Tensor, "b h n"]:
-    """The class token's attention to every token: the one row that pruning methods need."""
-    logits = (q[:, :, :1] @ k.transpose(2, 3)).squeeze(2) * scale
-    return (logits if bias is None else logits + bias.unsqueeze(1)).softmax(dim=-1)
+    """The class token's attention to every token: the one row that pruning methods need.
+
+    In float32 (float64 stays): tokens are ranked by it, and in half precision many would tie.
+    """
+    with full_precision(q.device):
+        q = q[:, :, :1]
+        if q.dtype != torch.float64:
+            q, k = q.float(), k.float()
+        logits = (q @ k.transpose(2, 3)).squeeze(2) * scale
+        return (logits if bias is None else logits + bias.unsqueeze(1)).softmax(dim=-1)

@@ -115,8 +115,8 @@ _positions_once = functools.lru_cache(maxsize=256)(_positions)
 
 
 def compose(source: Int[Tensor, "b p"], step: Int[Tensor, "b n"]) -> Int[Tensor, "b p"]:
-    """Follow a source map through one more merge."""
-    return step.gather(1, source)
+    """Follow a source map through one more step. A patch whose token was dropped (−1) stays without one."""
+    return step.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)
 
 
 def check_r(r: int, patches: int) -> None:

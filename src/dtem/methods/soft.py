@@ -1,0 +1,84 @@
+"""Merging that can be relaxed: bipartite matching at inference, soft grouping and soft merging in training.
+
+What differs from one such method to the next is the metric by which tokens are compared.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from dtem import ops
+from dtem.methods.base import Config, Method, full_size, merge_matched
+from dtem.types import DtemError, Taps, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftConfig(Config):
+    """Settings of soft grouping and merging."""
+
+    temperature: float = 0.1
+    """τ of soft grouping."""
+    scale: float = 0.1
+    """Similarities are divided by this before soft grouping."""
+    candidates: int | None = None
+    """Soft grouping sees only each A token's best few B tokens; None: all."""
+    exclude: str = "mass"
+    """Which tokens leave the merging after a soft merge: "mass" (those that inference removes) or "size"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("exclude", self.exclude, ("mass", "size"))
+        for name in ("temperature", "scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise DtemError(f"{name} = {value!r} must be a positive number")
+        check_count("candidates", self.candidates)
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of `allowed`."""
+    if value not in allowed:
+        raise DtemError(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse a setting that is neither a whole number from 1 on nor None."""
+    if value is not None and not is_count(value):
+        raise DtemError(f"{name} = {value!r} must be a whole number, 1 or more, or None for the default")
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is a whole number, 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+class SoftMethod(Method):
+    """A merging method with a soft mode."""
+
+    config_class: ClassVar[type[Config]] = SoftConfig
+    config: SoftConfig
+
+    def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
+        """What tokens are compared by (cosine)."""
+        raise NotImplementedError
+
+    def can_relax(self) -> bool:
+        return True
+
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        if r == 0:
+            return tokens
+        if not self.soft:
+            return merge_matched(tokens, self.metric(layer, taps), r, self.host.prefix)
+        if self.host.pooling == "prefix" and layer == self.host.depth - 1:
+            return tokens  # what the last block merges never reaches the class token
+        return self._merge_softly(tokens, self.metric(layer, taps), r)
+
+    def _merge_softly(self, tokens: Tokens, metric: Float[Tensor, "b n d"], r: int) -> Tokens:
+        config, prefix = self.config, self.host.prefix
+        similarity = ops.cosine(metric, prefix, tokens.excluded)
+        edges = ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
+        merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
+        return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)
