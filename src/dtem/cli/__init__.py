@@ -16,6 +16,7 @@ from dtem._version import __version__
 VERBS = {
     "flops": "dtem.cli.flops",
     "bench": "dtem.cli.bench",
+    "train": "dtem.cli.train",
     "eval": "dtem.cli.evaluate",
     "models": "dtem.cli.models",
     "demo": "dtem.cli.demo",

@@ -53,9 +53,9 @@ def schedules(text: str) -> list[str]:
     return specs
 
 
-def build(args: argparse.Namespace) -> "nn.Module":
+def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
     """The host model that the options describe, in eval mode. Created on whatever `torch.device` context is active."""
-    options: dict[str, Any] = {"pretrained": getattr(args, "pretrained", False)}
+    options["pretrained"] = getattr(args, "pretrained", False)
     if args.img_size is not None:
         options["img_size"] = image_size(args.img_size)
     if args.pool is not None:

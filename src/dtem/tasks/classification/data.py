@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dtem.tasks.classification.augment import (
-    Augmentation,
     Transform,
     eval_transform,
     mix,
@@ -23,6 +22,7 @@ from dtem.tasks.classification.augment import (
     seeded,
     train_transform,
 )
+from dtem.tasks.classification.augmentation import Augmentation
 from dtem.tasks.classification.sources import Record, Source
 from dtem.types import DtemError
 

@@ -1,0 +1,117 @@
+"""Train the merging policy of a model (and, end-to-end, the model too).
+
+By default only the embeddings learn: a few minutes and a few thousand images bring most of the gain, and with --loss
+distill the images need no labels. A run lives in --out; the same command again goes on where it was stopped.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from dtem.cli import common
+from dtem.cli.options import add_flags, given
+from dtem.training.config import TrainConfig, flat, presets, resolve
+
+if TYPE_CHECKING:
+    from dtem.training.loop import Result
+
+NAME = "train"
+HELP = "train embeddings, or the whole model, on your images"
+EXAMPLES = """\
+examples:
+  dtem train --preset few --model deit_tiny_patch16_224 --data photos --eval-data imagenet/val
+  dtem train --preset deit_small --data imagenet/train --eval-data imagenet/val --dtype bf16
+  dtem train --preset deit_small --mode end-to-end --data imagenet/train --out runs/both
+  dtem train --model deit_tiny_patch16_224 --mode finetune --method tome --r 13 --data imagenet/train
+  dtem train --config my.yaml --lr 3e-4
+  accelerate launch --num_processes 8 -m dtem.cli train --preset deit_small --data imagenet/train
+  torchrun --nproc-per-node 8 -m -- dtem.cli train --preset deit_small --data imagenet/train
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this verb: the model, and every setting of a run."""
+    parser.add_argument("--model", metavar="NAME", help="timm name, e.g. deit_tiny_patch16_224")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--weights", metavar="FILE", help="of the model; default: timm's own (downloaded)")
+    source.add_argument("--random", action="store_true", help="random weights, to try things out")
+    parser.add_argument("--classes", metavar="N", type=int, help="classes of the head, where not the model's own")
+    parser.add_argument("--img-size", metavar="N", help="image size where it is not the model's own: 384 or 224x320")
+    parser.add_argument("--pool", choices=("token", "avg", "map"), help="how the head reads tokens (MAE: avg)")
+    parser.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(presets())}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win over it, it over --preset")
+    parser.add_argument("--restart", action="store_true", help="throw away an earlier run in --out")
+    add_flags(parser.add_argument_group("run settings"), TrainConfig)  # type: ignore[arg-type]  # takes add_argument
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print what came of it."""
+    config, preset = resolve(args.preset, args.config, given(args, TrainConfig))
+    _fill(args, preset)
+    import torch
+    from timm.data.config import resolve_data_config
+
+    from dtem.measure import flops, record
+    from dtem.training.loop import train
+
+    torch.manual_seed(config.seed)  # for --random
+    model = common.build(args, drop_path_rate=0.0 if config.mode == "modular" else config.drop_path)
+    data_config = resolve_data_config(model=model)  # type: ignore[no-untyped-call]
+    result = train(model, config, data_config, args.restart)
+    counts = {}
+    for rate in result.outcomes:
+        result.handle.r = rate
+        counts[rate] = flops.count(model, result.handle.host.image)
+    rows = [
+        {"r": rate, "top1": found.top1, "top5": found.top5, "cross_entropy": found.mean_loss, "macs": counts[rate].macs}
+        for rate, found in result.outcomes.items()
+    ]
+    document = {
+        "model": args.model,
+        "config": flat(config),
+        "updates": result.updates,
+        "loss": result.loss,
+        "waiting_for_data": result.waited,
+        "skipped": result.skipped,
+        "evaluation": rows,
+        "files": sorted(path.name for path in result.folder.glob("*.safetensors")),
+    }
+    record.save(
+        record.collect("train", [document], seed=config.seed, command=args.command), result.folder / "record.json"
+    )
+    common.show(args, document, *_tables(config, result, rows))
+    return 0
+
+
+def _fill(args: argparse.Namespace, preset: dict[str, Any]) -> None:
+    """The model as the preset names it, where no flag says otherwise."""
+    from dtem.types import DtemError
+
+    for name, value in preset.items():
+        slot = {"name": "model"}.get(name, name)
+        if slot not in ("model", "pool", "classes", "img_size"):
+            raise DtemError(f"model: {name} is not known in a settings file; use name, pool, classes or img_size")
+        if getattr(args, slot) is None:
+            setattr(args, slot, str(value) if slot == "img_size" else value)
+    if args.model is None:
+        raise DtemError("which model? Give --model (a timm name) or a --preset that names one")
+    args.pretrained = args.weights is None and not args.random
+
+
+def _tables(config: TrainConfig, result: "Result", rows: list[dict[str, Any]]) -> list[Any]:
+    slower = "images" if result.waited > 0.5 else "the model"
+    lines = [
+        f"{result.updates} updates, last loss {result.loss:.4f}; waited for images {100 * result.waited:.0f} % of the "
+        f"time (the bottleneck is {slower})",
+        f"files in {result.folder}: {', '.join(sorted(p.name for p in result.folder.glob('*.safetensors')))}",
+    ]
+    if result.skipped:
+        name, reason = next(iter(result.skipped.items()))
+        lines.append(f"{len(result.skipped)} images could not be read and were skipped, e.g. {name}: {reason}")
+    if not rows:
+        return lines
+    columns = ("r", "top-1", "top-5", "cross-entropy", "GMACs")
+    body = [
+        (row["r"], f"{row['top1']:.2f}", f"{row['top5']:.2f}", f"{row['cross_entropy']:.4f}", common.giga(row["macs"]))
+        for row in rows
+    ]
+    return [common.table(f"on {config.eval_data}", columns, body), *lines]

@@ -1,0 +1,27 @@
+"""Losses of classification. Labels are optional: a model can teach its merged self."""
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def task_loss(
+    logits: Float[Tensor, "b k"], target: Int[Tensor, " b"] | Float[Tensor, "b k"], smoothing: float = 0.0
+) -> Float[Tensor, ""]:
+    """Cross-entropy with labels, or with a row of probabilities per image (MixUp, which smooths them itself).
+
+    An image without a label (-1) adds nothing.
+    """
+    if target.is_floating_point():
+        return -(target * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
+    return F.cross_entropy(logits, target, label_smoothing=smoothing, ignore_index=-1)
+
+
+def distill_loss(
+    logits: Float[Tensor, "b k"], teacher: Float[Tensor, "b k"], temperature: float = 1.0
+) -> Float[Tensor, ""]:
+    """KL(teacher ‖ student) · T², both softened by T: the merged model is to say what the unmerged one says."""
+    student = (logits / temperature).log_softmax(dim=-1)
+    return F.kl_div(student, (teacher / temperature).log_softmax(dim=-1), log_target=True, reduction="batchmean") * (
+        temperature**2
+    )

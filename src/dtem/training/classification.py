@@ -1,0 +1,118 @@
+"""What training asks of a task, answered for image classification: batches, a loss, a score.
+
+Another task is another class with the same four methods (`loader`, `loss`, `evaluate`, `describe`).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from dtem.handle import Handle
+from dtem.tasks.classification import evaluate, outcomes
+from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, mixup_of, train_transform
+from dtem.tasks.classification.loss import distill_loss, task_loss
+from dtem.tasks.classification.sources import open_source
+from dtem.training.config import TrainConfig
+from dtem.types import DtemError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Forward = Callable[[Tensor], Tensor]
+"""Images to logits."""
+
+
+class Classification:
+    """Images with labels, or without any where the model teaches itself."""
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, data_config: dict[str, Any], accelerator: "Accelerator"
+    ) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.classes = int(getattr(model, "num_classes", 0)) or None
+        self.mixup = mixup_of(config.augment, self.classes or 1, config.smoothing)
+        self.loader = self._training_loader(data_config)
+        self.eval_loader = self._evaluation_loader(data_config) if config.eval_data else None
+
+    def _training_loader(self, data_config: dict[str, Any]) -> Loader:
+        config, world = self.config, self.accelerator.num_processes
+        if not config.data:
+            raise DtemError("there are no training images: give a folder with --data")
+        source = open_source(config.data)
+        if config.loss != "distill" and not source.labelled:
+            raise DtemError(
+                f"{config.data} has no labels, and loss = {config.loss!r} needs them: sort the images into one folder "
+                "per class, or train with --loss distill, which needs none"
+            )
+        share, rest = divmod(config.batch, world * config.accumulate)
+        if rest or not share:
+            raise DtemError(
+                f"batch = {config.batch} cannot be split evenly over {world} processes × {config.accumulate} "
+                "accumulation steps; choose a multiple of their product"
+            )
+        return Loader(
+            source,
+            train_transform(data_config, config.augment),
+            share,
+            seed=config.seed,
+            shuffle=True,
+            rank=self.accelerator.process_index,
+            world=world,
+            workers=config.workers,
+            drop_last=True,
+            bad=config.bad,
+            classes=self.classes if source.labelled else None,
+        )
+
+    def _evaluation_loader(self, data_config: dict[str, Any]) -> Loader:
+        source = open_source(self.config.eval_data)
+        if not source.labelled:
+            raise DtemError(f"eval_data = {self.config.eval_data} has no labels, so accuracy cannot be measured on it")
+        return Loader(
+            source,
+            eval_transform(data_config),
+            64,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+            workers=self.config.workers,
+            bad=self.config.bad,
+            classes=self.classes,
+        )
+
+    def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
+        """The loss of one batch. `teacher` is called only if the loss needs it, and before `student`."""
+        config, device = self.config, self.accelerator.device
+        images, target = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+        if self.mixup is not None:
+            images, target = mix(self.mixup, images, target, seed)
+        taught = None if config.loss == "task" else teacher(images).float()
+        logits = student(images).float()
+        parts = []
+        if config.loss != "distill":
+            parts.append(task_loss(logits, target, config.smoothing))
+        if taught is not None:
+            parts.append(distill_loss(logits, taught, config.distill_temperature))
+        return sum(parts[1:], parts[0])
+
+    def evaluate(self, handle: Handle) -> dict[str, outcomes.Outcomes]:
+        """Outcomes by r, over all processes; nothing without evaluation data."""
+        if self.eval_loader is None:
+            return {}
+        rates = [part.strip() for part in self.config.eval_r.split(",")]
+        found = evaluate.sweep(handle, self.eval_loader, rates, self.accelerator.device)
+        if self.accelerator.num_processes == 1:
+            return found
+        from accelerate.utils import gather_object
+
+        return {rate: outcomes.pool(gather_object([part])) for rate, part in found.items()}
+
+    def describe(self) -> dict[str, str]:
+        """What the adapter should say about its data: the names of the files, where there are not too many."""
+        names = self.loader.source.names
+        if names is None or len(names) > self.config.list_files:
+            return {}
+        return {"trained_on": json.dumps(sorted({PurePath(name).name for name in names}))}

@@ -1,0 +1,320 @@
+"""A training run, from the first update to the last, through any number of interruptions.
+
+Everything random is a function of (seed, update): the order and augmentation of images (`Loader`), MixUp, the r that
+is drawn, stochastic depth. So a checkpoint needs no generator states, and a resumed run is the uninterrupted one.
+
+The model is not wrapped: after the backward pass of an update, the gradients of all processes are averaged in one
+flat reduction. Which parameters learn may then change from update to update.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+from dtem import storage
+from dtem.files import write_file
+from dtem.handle import Handle, patch
+from dtem.tasks.classification.data import Batch
+from dtem.tasks.classification.outcomes import Outcomes
+from dtem.training import checkpoint
+from dtem.training.classification import Classification
+from dtem.training.config import TrainConfig, flat
+from dtem.training.logs import Log
+from dtem.training.plans import Phase, Plan, enter, groups, plan_of
+from dtem.types import DtemError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+ADAPTER, BEST = "adapter.safetensors", "best.safetensors"
+HOST, BEST_HOST = "model.safetensors", "best_model.safetensors"
+
+
+@dataclasses.dataclass
+class Result:
+    """What came of a run."""
+
+    handle: Handle
+    """Steers the trained model, in hard mode."""
+    folder: Path
+    updates: int
+    loss: float
+    """Of the last update."""
+    outcomes: dict[str, Outcomes]
+    """By r, on the evaluation data; empty without any."""
+    skipped: dict[str, str]
+    """Training images that could not be read, and why."""
+    waited: float
+    """Part of the training time spent waiting for images."""
+
+
+def train(model: nn.Module, config: TrainConfig, data_config: dict[str, Any], restart: bool = False) -> Result:
+    """Train on `config.data`. The model is patched in place; its run lives in the folder `config.out`.
+
+    Args:
+        model: unpatched, with its weights; for end-to-end built with the wanted stochastic depth.
+        config: all settings.
+        data_config: input size, mean, std and crop: what ``timm.data.resolve_data_config(model=model)`` says.
+        restart: throw away an earlier run in `config.out` instead of going on with it.
+    """
+    return Run(model, config, data_config, restart).go()
+
+
+class Run:
+    """The state of a run: model, optimisers, and how far it has come."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, data_config: dict[str, Any], restart: bool) -> None:
+        self.config = config
+        self.accelerator = _accelerator(config)
+        self.folder = Path(config.out)
+        self.task = Classification(config, model, data_config, self.accelerator)
+        self.total = self._total()
+        # A host that learns cannot be its own teacher: the one that it was is kept.
+        distils = config.loss != "task" and config.mode != "modular"
+        self.teacher = copy.deepcopy(model).eval().requires_grad_(False) if distils else None
+        self.handle = patch(model, config.method, 0, **config.options)
+        if config.checkpointing:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]  # every host has it
+        for each in (model, self.teacher):
+            if each is not None:
+                each.to(self.accelerator.device)
+        self.plan: Plan = plan_of(config, self.handle)
+        self.optimisers = {name: self._optimiser(name) for name in self.plan.parameters}
+        self.update = 0
+        self.position = (0, 0)
+        """Epoch, and step in it, of the next batch."""
+        self.best = math.inf
+        self.loss = math.nan
+        self._prepare_folder(restart)
+        self._resume()
+
+    def go(self) -> Result:
+        """Train to the end, evaluate, and leave the files of the run."""
+        started, waited = time.perf_counter(), 0.0
+        outcomes: dict[str, Outcomes] = {}
+        with Log(self.folder, self.config.log, self.total, self.update, self.accelerator.is_main_process) as log:
+            batches = self._batches()
+            while self.update < self.total:
+                before = time.perf_counter()
+                passes = [next(batches) for _ in range(self.config.accumulate)]
+                waited += time.perf_counter() - before
+                values = self._step(passes)
+                self.update += 1
+                log.step(self.update, values | {"data/waiting": waited / (time.perf_counter() - started)})
+                if self._due(self.config.eval_every or self._per_epoch):
+                    outcomes = self._evaluate(log)
+                if self._due(self.config.save_every):
+                    self._save()
+            if not outcomes:  # a run that was finished already
+                outcomes = self._evaluate(log)
+        self.handle.mode, self.handle.r = "hard", self.plan.phases[0].rates[0]
+        self.handle.model.eval()
+        share = waited / max(time.perf_counter() - started, 1e-9)
+        skipped = self.task.loader.skipped
+        return Result(self.handle, self.folder, self.update, self.loss, outcomes, skipped, share)
+
+    def _total(self) -> int:
+        if self.config.updates:
+            return self.config.updates
+        if self.task.loader.steps is None:
+            raise DtemError(f"{self.config.data} is a stream of unknown length: say how many --updates to make")
+        return max(1, int(self.config.epochs * self.task.loader.steps) // self.config.accumulate)
+
+    @property
+    def _per_epoch(self) -> int:
+        steps = self.task.loader.steps
+        return self.total if steps is None else max(1, steps // self.config.accumulate)
+
+    def _due(self, every: int) -> bool:
+        return self.update % every == 0 or self.update == self.total
+
+    def _batches(self) -> Iterator[Batch]:
+        """Batches from the present position on, for ever; `position` is kept at the next one."""
+        epoch, step = self.position
+        while True:
+            begin = step
+            for batch in self.task.loader.epoch(epoch, step):
+                step += 1
+                self.position = (epoch, step)
+                yield batch
+            if begin == step == 0:
+                raise DtemError(f"{self.config.data} holds too few images for one step of {self.config.batch}")
+            epoch, step = epoch + 1, 0
+            self.position = (epoch, step)
+
+    def _step(self, passes: list[Batch]) -> dict[str, float]:
+        """One update."""
+        phase = self.plan.phase(self.update)
+        drawn = torch.Generator().manual_seed(self._number(0))
+        rate = phase.rates[int(torch.randint(len(phase.rates), (), generator=drawn))]
+        process = self.accelerator.process_index
+        torch.manual_seed(self._number(1, process))
+        optimiser = self.optimisers[phase.learns]
+        lr = self._set_rate(optimiser, phase.learns)
+        total = torch.zeros((), device=self.accelerator.device)
+        for index, batch in enumerate(passes):
+            with self.accelerator.autocast():
+                student = lambda images: self._student(images, phase, rate)  # noqa: E731
+                loss = self.task.loss(batch, self._number(2, process, index), student, self._teach) / len(passes)
+            self.accelerator.backward(loss)
+            total += loss.detach()
+        parameters = self.plan.parameters[phase.learns]
+        self._average_gradients(parameters)
+        self.accelerator.unscale_gradients(optimiser)
+        norm = nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        self.loss = float(self.accelerator.reduce(total, reduction="mean"))
+        if not math.isfinite(self.loss):
+            raise DtemError(
+                f"the loss is {self.loss} at update {self.update + 1}: lower the learning rate ({lr:.1e}), or use fp32"
+            )
+        return {"loss": self.loss, "lr": lr, "norm": norm.item(), f"r/{phase.learns}": float(self.handle.plan[0])}
+
+    def _student(self, images: Tensor, phase: Phase, rate: str) -> Tensor:
+        enter(self.plan, phase, self.handle, rate)
+        logits: Tensor = self.handle.model(images)
+        return logits
+
+    @torch.no_grad()
+    def _teach(self, images: Tensor) -> Tensor:
+        """What the model says without merging."""
+        if self.teacher is not None:
+            return self.teacher(images)
+        self.handle.mode, self.handle.r = "hard", 0
+        return self.handle.model.eval()(images)
+
+    def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Over all processes, in one reduction."""
+        if self.accelerator.num_processes == 1:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        mean = self.accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
+        for parameter, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def _optimiser(self, name: str) -> Any:
+        parameters = groups(self.plan.parameters[name], self.config.weight_decay)
+        return self.accelerator.prepare(torch.optim.AdamW(parameters, lr=self._peak(name)))
+
+    def _peak(self, name: str) -> float:
+        return self.config.lr if name == "embeddings" else self.config.host_lr
+
+    def _set_rate(self, optimiser: Any, name: str) -> float:
+        """Linear warm-up, then a cosine to `min_lr`."""
+        config, peak = self.config, self._peak(name)
+        low = min(config.min_lr, peak)
+        lr = low + 0.5 * (peak - low) * (1 + math.cos(math.pi * self.update / self.total))
+        if self.update < config.warmup:
+            lr *= (self.update + 1) / config.warmup
+        for group in optimiser.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _number(self, *parts: int) -> int:
+        """A seed for one purpose in this update."""
+        sequence = np.random.SeedSequence((self.config.seed, self.update, *parts))
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+    # What is kept: the adapter (and the host, where it learns) at its best and at last, and where the run stands.
+
+    def _prepare_folder(self, restart: bool) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DtemError(f"{self.folder} cannot be made: {error.strerror}; choose another --out") from error
+        if restart and self.accelerator.is_main_process:
+            for name in (checkpoint.FILE, "log.jsonl", ADAPTER, BEST, HOST, BEST_HOST):
+                (self.folder / name).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+
+    def _evaluate(self, log: Log) -> dict[str, Outcomes]:
+        found = self.task.evaluate(self.handle)
+        if not found:
+            return found
+        score = sum(part.mean_loss for part in found.values()) / len(found)
+        values = {"eval/score": score}
+        for rate, part in found.items():
+            values |= {f"eval/top1_r{rate}": part.top1, f"eval/loss_r{rate}": part.mean_loss}
+        summary = ", ".join(f"r={rate}: {part.top1:.2f} % ({part.mean_loss:.4f})" for rate, part in found.items())
+        better = score < self.best
+        log.note(self.update, values, f"update {self.update}: {summary}{' (best)' if better else ''}")
+        if better:
+            self.best = score
+            self._write(BEST, BEST_HOST)
+        return found
+
+    def _write(self, adapter: str, host: str) -> None:
+        """The files that users take away."""
+        if not self.accelerator.is_main_process:
+            return
+        config, rate = self.config, self.plan.phases[0].rates[0]
+        if self.handle.method.state_dict():
+            asked, self.handle.r = self.handle.r, rate
+            told = ("mode", "loss", "batch", "lr", "seed")
+            notes = {name: str(getattr(config, name)) for name in told} | {"updates": str(self.update)}
+            storage.save(self.handle, self.folder / adapter, trained_r=rate, notes=notes | self.task.describe())
+            self.handle.r = asked
+        if "host" in self.plan.parameters:
+            state = self.handle.model.state_dict().items()
+            kept = {name: part.detach().cpu().contiguous() for name, part in state if not name.startswith("dtem.")}
+            write_file(self.folder / host, to_bytes(kept))
+
+    def _save(self) -> None:
+        self._write(ADAPTER, HOST)
+        if self.accelerator.is_main_process:
+            state = self.handle.model.state_dict().items()
+            learned = {name: part.cpu() for name, part in state if "host" in self.plan.parameters or "dtem." in name}
+            scaler = self.accelerator.scaler
+            checkpoint.save(
+                self.folder,
+                {
+                    "config": json.dumps(flat(self.config)),
+                    "host": self.handle.host.name,
+                    "update": self.update,
+                    "position": list(self.position),
+                    "best": self.best,
+                    "loss": self.loss,
+                    "model": learned,
+                    "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                },
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> None:
+        state = checkpoint.load(self.folder)
+        now = json.loads(json.dumps(flat(self.config)))
+        if state is not None:
+            checkpoint.check_same(json.loads(state["config"]), now, self.folder)
+            if state["host"] != self.handle.host.name:
+                raise DtemError(f"{self.folder} holds a run on {state['host']}; choose another --out, or --restart")
+            self.handle.model.load_state_dict(state["model"], strict=False)
+            for name, optimiser in self.optimisers.items():
+                optimiser.load_state_dict(state["optimisers"][name])
+            if state["scaler"] is not None and self.accelerator.scaler is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+            self.update, self.best, self.loss = state["update"], state["best"], state["loss"]
+            self.position = (state["position"][0], state["position"][1])
+        if self.accelerator.is_main_process:
+            import yaml
+
+            write_file(self.folder / "config.yaml", yaml.safe_dump(now, sort_keys=False))
+
+
+def _accelerator(config: TrainConfig) -> "Accelerator":
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise DtemError('training needs the package accelerate: pip install "dtem[train]"') from error
+    return Accelerator(mixed_precision="no" if config.dtype == "fp32" else config.dtype)
