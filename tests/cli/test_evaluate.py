@@ -333,6 +333,7 @@ def test_a_file_with_an_equals_sign_is_a_file(tmp_path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_deit_tiny_on_photographs(data_dir: Path, capsys) -> None:
     weights = data_dir / "weights" / "deit_tiny_patch16_224.fb_in1k.safetensors"
     argv = ["eval", "--model", "deit_tiny_patch16_224", "--weights", str(weights), "--method", "tome", "--r", "16"]

@@ -239,7 +239,7 @@ def _point(one: Mapping[str, Any], label: str) -> Any:
 @contextlib.contextmanager
 def progress(limit: int | None, length: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on stderr: at once on a terminal, elsewhere a line now and then once it takes more than 2 seconds."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm
 
     total = min((count for count in (limit, length) if count is not None), default=None)
     often, delay = (0.1, 0.0) if sys.stderr.isatty() else (10.0, 2.0)
