@@ -1,4 +1,4 @@
-"""One HTML page that holds everything itself: text, tables, plots and pictures. Nothing is fetched when it is opened."""
+"""One HTML page that holds everything itself: text, tables, plots and pictures. Opening it fetches nothing."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -54,12 +54,12 @@ class Page:
         self._parts.append(f"<dl>{listed}</dl>")
 
     def html(self) -> str:
-        """The whole page."""
+        """The whole page. It is well-formed XML as well, so that any tool can read it."""
         title = escape(self.title)
         body = "\n".join(self._parts)
         return (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{body}\n</body>\n</html>\n"
         )
 
