@@ -12,14 +12,14 @@ from typing import Any
 Flags = dict[str, Any]
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
+def add_flags(parser: argparse.ArgumentParser, cls: type, title: str) -> None:
     """A flag for every field of `cls` and of the dataclasses inside it. What is not given stays out of `given`."""
-    texts = _texts(cls)
+    texts, group = _texts(cls), parser.add_argument_group(title)
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(field.default_factory):
-            add_flags(parser.add_argument_group(f"{field.name} settings"), field.default_factory)
+            add_flags(parser, field.default_factory, f"{field.name} settings")
             continue
-        _add(parser, field, texts.get(field.name, ""))
+        _add(group, field, texts.get(field.name, ""))
 
 
 def given(args: argparse.Namespace, cls: type) -> Flags:
@@ -33,7 +33,7 @@ def given(args: argparse.Namespace, cls: type) -> Flags:
     return found
 
 
-def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], text: str) -> None:
+def _add(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any], text: str) -> None:
     flag = "--" + field.name.replace("_", "-")
     default = field.default if field.default is not dataclasses.MISSING else None
     shown = "" if default in (None, "", ()) else f"; default {default}"

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(presets())}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win over it, it over --preset")
     parser.add_argument("--restart", action="store_true", help="throw away an earlier run in --out")
-    add_flags(parser.add_argument_group("run settings"), TrainConfig)  # type: ignore[arg-type]  # takes add_argument
+    add_flags(parser, TrainConfig, "run settings")
 
 
 def run(args: argparse.Namespace) -> int:
