@@ -30,7 +30,8 @@ from dtem.training import checkpoint
 from dtem.training.classification import Classification
 from dtem.training.config import TrainConfig, flat
 from dtem.training.logs import Log
-from dtem.training.plans import Phase, Plan, enter, groups, plan_of
+from dtem.training.optimise import average_gradients, groups, learning_rate
+from dtem.training.plans import Phase, Plan, enter, plan_of
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -160,7 +161,9 @@ class Run:
         process = self.accelerator.process_index
         torch.manual_seed(self._number(1, process))
         optimiser = self.optimisers[phase.learns]
-        lr = self._set_rate(optimiser, phase.learns)
+        lr = learning_rate(self.update, self.total, self._peak(phase.learns), self.config.min_lr, self.config.warmup)
+        for group in optimiser.param_groups:
+            group["lr"] = lr
         total = torch.zeros((), device=self.accelerator.device)
         for index, batch in enumerate(passes):
             with self.accelerator.autocast():
@@ -169,7 +172,7 @@ class Run:
             self.accelerator.backward(loss)
             total += loss.detach()
         parameters = self.plan.parameters[phase.learns]
-        self._average_gradients(parameters)
+        average_gradients(self.accelerator, parameters)
         self.accelerator.unscale_gradients(optimiser)
         norm = nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf)
         optimiser.step()
@@ -194,32 +197,12 @@ class Run:
         self.handle.mode, self.handle.r = "hard", 0
         return self.handle.model.eval()(images)
 
-    def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Over all processes, in one reduction."""
-        if self.accelerator.num_processes == 1:
-            return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        mean = self.accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
-        for parameter, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
-
     def _optimiser(self, name: str) -> Any:
         parameters = groups(self.plan.parameters[name], self.config.weight_decay)
         return self.accelerator.prepare(torch.optim.AdamW(parameters, lr=self._peak(name)))
 
     def _peak(self, name: str) -> float:
         return self.config.lr if name == "embeddings" else self.config.host_lr
-
-    def _set_rate(self, optimiser: Any, name: str) -> float:
-        """Linear warm-up, then a cosine to `min_lr`."""
-        config, peak = self.config, self._peak(name)
-        low = min(config.min_lr, peak)
-        lr = low + 0.5 * (peak - low) * (1 + math.cos(math.pi * self.update / self.total))
-        if self.update < config.warmup:
-            lr *= (self.update + 1) / config.warmup
-        for group in optimiser.param_groups:
-            group["lr"] = lr
-        return lr
 
     def _number(self, *parts: int) -> int:
         """A seed for one purpose in this update."""

@@ -7,7 +7,6 @@ A plan says for every update which parameters it changes, at which r, and whethe
     finetune     every update trains the host with hard merging (the baselines)
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -73,15 +72,6 @@ def enter(plan: Plan, phase: Phase, handle: Handle, rate: str) -> None:
     for name, parameters in plan.parameters.items():
         for parameter in parameters:
             parameter.requires_grad_(name == phase.learns)
-
-
-def groups(parameters: Iterable[Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Parameter groups: matrices decay, vectors do not."""
-    parameters = list(parameters)
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
 
 
 def _freeze(parameters: list[Parameter]) -> None:

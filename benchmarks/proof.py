@@ -1,0 +1,141 @@
+"""Embeddings trained on a few thousand photographs against ToMe, image by image, on photographs they never saw.
+
+python benchmarks/proof.py --data DIR --weights FILE                 5-fold cross-fitting over DIR/train and DIR/val
+python benchmarks/proof.py --data DIR --weights FILE --seeds 0 --folds 1
+
+DIR holds train, val and extra (class folders). The photographs of train and val are dealt into five folds; embeddings
+that are judged on one fold learn from the other four, and from extra. Each (seed, fold) is a run of `dtem train` in
+--work that goes on where it was stopped, and is not made again once it is there.
+"""
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+import common
+import numpy as np
+import timm
+import torch
+
+import dtem
+from dtem.cli.weights import load_weights
+from dtem.measure import record
+from dtem.tasks.classification import evaluate
+from dtem.tasks.classification.data import Loader, eval_transform
+from dtem.tasks.classification.outcomes import Outcomes, paired, pool
+from dtem.tasks.classification.sources import open_source
+from dtem.training.config import resolve
+from dtem.training.loop import train
+
+RATES = ("8", "13", "16")
+FOLDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--model", default="deit_tiny_patch16_224")
+    parser.add_argument("--preset", default="few")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--folds", type=int, default=FOLDS, help="stop after so many folds of each seed")
+    parser.add_argument("--work", type=Path, default=Path("runs/proof"))
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    deal(args.data, args.work / "folds")
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    rows = []
+    for fold in range(args.folds):  # fold by fold, so that whatever is done so far covers all seeds
+        for seed in seeds:
+            cell(args, seed, fold)
+    for seed in seeds:
+        rows += summary(args, seed)
+    data = {name: record.data_hash(args.data / name) for name in ("train", "val", "extra")}
+    path = args.out or common.RESULTS / "proof.json"
+    record.save(record.collect("proof", rows, seed=seeds[0], data=str(data)), path)
+    for row in rows:
+        print(row)
+
+
+def deal(data: Path, folds: Path) -> None:
+    """Folders of links: fold k's photographs, and what embeddings judged on it may learn from."""
+    if folds.exists():
+        return
+    beside = folds.with_suffix(".part")
+    shutil.rmtree(beside, ignore_errors=True)
+    files = sorted(path for name in ("train", "val") for path in (data / name).glob("*/*") if path.is_file())
+    order = np.random.default_rng(0).permutation(len(files))
+    fold_of = {files[index]: place % FOLDS for place, index in enumerate(order)}
+    extra = sorted((data / "extra").glob("*/*"))
+    for fold in range(FOLDS):
+        for part, chosen in (
+            ("test", [file for file in files if fold_of[file] == fold]),
+            ("train", [file for file in files if fold_of[file] != fold] + extra),
+        ):
+            for file in chosen:
+                link = beside / str(fold) / part / file.parent.name / file.name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(file.resolve())
+    beside.rename(folds)
+
+
+def host(args: argparse.Namespace) -> torch.nn.Module:
+    model = timm.create_model(args.model).eval()
+    load_weights(model, args.weights)
+    return model
+
+
+def cell(args: argparse.Namespace, seed: int, fold: int) -> None:
+    """Train on four folds, keep the outcomes on the fifth."""
+    folder = args.work / f"seed{seed}-fold{fold}"
+    if (folder / f"dtem-{RATES[-1]}.safetensors").exists():
+        return
+    print(f"seed {seed}, fold {fold}", file=sys.stderr)
+    split = args.work / "folds" / str(fold)
+    config, _ = resolve(args.preset, flags={"data": str(split / "train"), "out": str(folder / "run"), "seed": seed})
+    model = host(args)
+    data_config = timm.data.resolve_data_config(model=model)
+    handle = train(model, config, data_config).handle
+    loader = Loader(open_source(str(split / "test")), eval_transform(data_config), 50)
+    contenders = {"dtem": handle}
+    if seed == 0:
+        contenders["tome"] = dtem.patch(host(args), "tome")
+    for name, contender in contenders.items():
+        for rate, found in evaluate.sweep(contender, loader, ("0", *RATES)).items():
+            if name == "tome" or rate != "0":
+                found.save(folder / f"{name}-{rate}.safetensors")
+
+
+def summary(args: argparse.Namespace, seed: int) -> list[dict]:
+    """DTEM against ToMe at every r, over all folds that are done."""
+    rows = []
+    unmerged = _pooled(args, 0, "tome", "0")
+    for rate in RATES:
+        ours, theirs = _pooled(args, seed, "dtem", rate), _pooled(args, 0, "tome", rate)
+        both = paired(theirs, ours)
+        rows.append(
+            {
+                "seed": seed,
+                "r": int(rate),
+                "folds": args.folds,
+                "unmerged": unmerged.top1,
+                "tome": theirs.top1,
+                "dtem": ours.top1,
+                "tome_loss": theirs.mean_loss,
+                "dtem_loss": ours.mean_loss,
+                "paired": dataclasses.asdict(both),
+            }
+        )
+    return rows
+
+
+def _pooled(args: argparse.Namespace, seed: int, name: str, rate: str) -> Outcomes:
+    files = [args.work / f"seed{seed}-fold{fold}" / f"{name}-{rate}.safetensors" for fold in range(args.folds)]
+    return pool([Outcomes.load(file) for file in files])
+
+
+if __name__ == "__main__":
+    main()

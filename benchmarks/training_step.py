@@ -1,0 +1,71 @@
+"""Cost of a modular training step: forward and backward, against the unmerged frozen model.
+
+python benchmarks/training_step.py        DeiT-T and DeiT-S, batch 16, r = 16
+
+"unmerged" is the frozen host with gradients flowing back to the output of its first block, which is as far as they
+flow when its embeddings learn. "soft" is the full relaxation, "sparse" lets excluded tokens rest.
+"""
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import common
+import timm
+import torch
+from torch import Tensor, nn
+
+import dtem
+from dtem.measure import throughput
+
+
+def unmerged(host: nn.Module) -> Callable[[Tensor], Tensor]:
+    def forward(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = host.blocks[0](host.norm_pre(host._pos_embed(host.patch_embed(images))))
+        return host.forward_head(host.norm(host.blocks[1:](x.requires_grad_())))
+
+    return forward
+
+
+def soft(host: nn.Module, r: int, **options: object) -> nn.Module:
+    model = copy.deepcopy(host)
+    dtem.patch(model, r=r, **options).mode = "soft"
+    return model
+
+
+def step(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], object]:
+    def run(images: Tensor) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            forward(images).logsumexp(dim=1).sum().backward()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="deit_tiny_patch16_224,deit_small_patch16_224")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--r", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=10)
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        host = timm.create_model(name).eval().requires_grad_(False)
+        contenders = {
+            "unmerged": step(unmerged(host)),
+            "soft": step(soft(host, args.r)),
+            "sparse": step(soft(host, args.r, sparse=True)),
+        }
+        timing = throughput.compare(contenders, torch.randn(args.batch, 3, 224, 224), args.rounds)
+        for label, found in timing.items():
+            row = {"model": name, "batch": args.batch, "r": args.r, "step": label}
+            rows.append(row | {"seconds": found.seconds, "speedup": dataclasses.asdict(found.speedup)})
+            print(f"{name} {label:9} {found.seconds:.3f} s, cost {1 / found.speedup.median:.2f} × unmerged", flush=True)
+    common.keep("training_step", rows, args)
+
+
+if __name__ == "__main__":
+    main()
