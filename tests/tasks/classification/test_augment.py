@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dtem.tasks.classification.augment import seeded, to_mode
+from dtem.tasks.classification.augment import posterize, seeded, to_mode
 from dtem.tasks.classification.data import Augmentation, Loader, eval_transform, mix, mixup_of, train_transform
 from dtem.tasks.classification.sources import open_source
 from dtem.types import DtemError
@@ -106,6 +106,22 @@ def test_settings_that_make_no_sense(changes: dict[str, Any], message: str) -> N
 def test_a_policy_that_timm_does_not_know() -> None:
     with pytest.raises(DtemError, match="timm cannot build auto = 'rand-x9'"):
         train_transform(CONFIG, Augmentation(auto="rand-x9"))
+
+
+@pytest.mark.parametrize("auto", ["rand-m10-n3-inc1", "rand-m0-n3", "augmix-m10", "v0"])
+def test_the_strongest_augmentation_runs(auto: str) -> None:
+    transform = train_transform(CONFIG, Augmentation(**{**vars(PLAIN), "auto": auto}))
+    for number in range(40):
+        with seeded(number):
+            assert transform(noise()).isfinite().all()
+
+
+def test_posterising() -> None:
+    image = Image.fromarray(np.array([[0, 100, 200, 255]], dtype=np.uint8))
+    kept = {bits: np.asarray(posterize(image, bits)).tolist()[0] for bits in (9, 8, 1, 0, -2)}
+    assert kept[9] == kept[8] == [0, 100, 200, 255]
+    assert kept[1] == [0, 0, 128, 128]
+    assert kept[0] == kept[-2] == [0, 0, 0, 0]
 
 
 def test_channels() -> None:

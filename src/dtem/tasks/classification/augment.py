@@ -39,9 +39,25 @@ def train_transform(config: Mapping[str, Any], augmentation: Augmentation) -> Tr
         views, colours, tensors = create_transform(**config, is_training=True, separate=True, **options)
     except (AssertionError, KeyError, ValueError) as error:
         raise DtemError(f"timm cannot build auto = {augmentation.auto!r}: {error or 'it is not known'}") from error
+    for step in colours.transforms:
+        _allow_no_bits(step)
     crop, *flip = views.transforms
     crops = _eval_steps(config)[:-2] if augmentation.crop == "none" else [crop]  # without tensor and mean, std
     return _Chain(config, [*crops, *flip, *colours.transforms, *tensors.transforms])
+
+
+def _allow_no_bits(step: Any) -> None:
+    """timm's strongest posterising keeps 0 bits; newer Pillow refuses that, on one image in 600 of DeiT's recipe."""
+    for op in [*getattr(step, "ops", []), *(op for ops in getattr(step, "policy", []) for op in ops)]:
+        if op.name.startswith("Posterize"):
+            op.aug_fn = posterize
+
+
+def posterize(image: "Image.Image", bits: int, **_: Any) -> "Image.Image":
+    """Keep the highest `bits` of each channel. With none left it is black, as it always was."""
+    from PIL import Image, ImageOps
+
+    return ImageOps.posterize(image, min(bits, 8)) if bits > 0 else Image.new(image.mode, image.size)
 
 
 def _eval_steps(config: Mapping[str, Any]) -> list[Any]:
