@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 import dtem
-from dtem.cli import VERBS, common, demo, main, models
+from dtem.cli import VERBS, common, main, models
 from dtem.measure import record
 
 QUICK = {
     "flops": ["flops", "test_vit", "--r", "0,8"],
     "bench": ["bench", "test_vit", "--r", "0,8", "--batch", "1,2", "--rounds", "2", "--warmup", "0"],
     "models": ["models"],
-    "demo": ["demo", "--rounds", "1", "--batch", "1"],
 }
+ELSEWHERE = {"demo", "eval", "train"}  # each in a file of its own
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_verb_is_tested() -> None:
-    assert set(QUICK) == set(VERBS)
+    assert {*QUICK, *ELSEWHERE} == set(VERBS)
 
 
 @pytest.mark.parametrize("verb", QUICK)
@@ -48,7 +48,6 @@ def test_json_is_one_document(verb: str, run) -> None:
         ("flops", ["GFLOPs (MACs)", "GFLOPs (paper)", "parameters added", "8 ×6"]),
         ("bench", ["unmerged", "speed-up (quartiles)", "peak memory", "im/s"]),
         ("models", ["MAE-L", "vit_small_patch16_384", "GFLOPs (paper)"]),
-        ("demo", ["The weights are random", "ok      at r = 0", "ok      untrained", "speed-up"]),
     ],
 )
 def test_tables(verb: str, shown: list[str], run) -> None:
@@ -157,38 +156,6 @@ def test_models_are_the_papers(run) -> None:
     assert large["paper"] / 1e9 == pytest.approx(15.7, rel=0.01)
     assert large["merged_paper"] / 1e9 == pytest.approx(7.54, rel=0.01)
     assert by_title["MAE-L"]["pool"] == "avg"
-
-
-def test_demo_document(run) -> None:
-    document = json.loads(run(*QUICK["demo"], "--json"))
-    assert [check["passed"] for check in document["checks"]] == [True, True]
-    assert "random" in document["note"]
-    assert [row["tokens"] for row in document["counts"]] == [197, 101, 41, 11]
-    assert [row["r"] for row in document["rows"]] == [None, "0", "8", "13", "16"]
-
-
-@pytest.mark.parametrize("check", ["unchanged", "same_merges"])
-def test_demo_fails_when_a_check_does(check: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(demo, "unchanged", lambda host: check != "unchanged")
-    monkeypatch.setattr(demo, "same_merges", lambda host: check != "same_merges")
-    monkeypatch.setattr(demo.bench, "measure", lambda *args, **kwargs: [])
-    assert main(["demo"]) == 1
-    assert capsys.readouterr().out.count("FAILED") == 1
-
-
-def test_demo_checks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = dtem.patch
-    host = timm.create_model(demo.MODEL, depth=2).eval()
-    assert demo.unchanged(host)
-    assert demo.same_merges(host)
-    monkeypatch.setattr(dtem, "patch", lambda model, r=0, **options: patch(model, r=r or 4, **options), raising=False)
-    assert not demo.unchanged(host)
-
-    def random_start(model, method="dtem", **options):
-        return patch(model, method, **options, **({"init": "random"} if method == "dtem" else {}))
-
-    monkeypatch.setattr(dtem, "patch", random_start, raising=False)
-    assert not demo.same_merges(host)
 
 
 @pytest.mark.parametrize(

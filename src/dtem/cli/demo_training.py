@@ -20,27 +20,24 @@ def learn(handle: "Handle", case: "Case", args: argparse.Namespace) -> dict[str,
     from torch import nn
 
     from dtem.tasks.classification.loss import distill_loss
+    from dtem.training.optimise import groups
 
-    case.host.requires_grad_(False)
-    handle.model.requires_grad_(False).eval()
-    learned = list(handle.method.parameters())
+    learned = [parameter for parameter in handle.method.parameters() if parameter.requires_grad]
+    for model in (case.host, handle.model.eval()):
+        model.requires_grad_(False)
     for parameter in learned:
         parameter.requires_grad_(True)
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in learned if parameter.ndim > 1]},
-        {"params": [parameter for parameter in learned if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimiser = torch.optim.AdamW(groups, lr=args.rate, weight_decay=1e-4)
+    optimiser = torch.optim.AdamW(groups(learned, weight_decay=1e-4), lr=args.rate)
     handle.mode = "soft"
     losses: list[float] = []
     start = time.monotonic()
     with _bar() as advance:
         for step, batch in enumerate(_batches(case, args.batch, args.seed)):
             done = (time.monotonic() - start) / args.seconds if args.steps is None else step / args.steps
-            if done >= 1:
+            if step and done >= 1:
                 break
             for group in optimiser.param_groups:
-                group["lr"] = args.rate * (1 + math.cos(math.pi * done)) / 2
+                group["lr"] = args.rate * (1 + math.cos(math.pi * min(1.0, done))) / 2
             with torch.no_grad():
                 teacher = case.host(batch.images)
             loss = distill_loss(handle.model(batch.images), teacher)
