@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "model": case.name,
         "data": case.data,
         "images": len(outcomes[contenders.UNMERGED]),
+        "unseen_by": case.unseen_by,
         "threads": torch.get_num_threads(),
         "trained": trained,
         "rows": rows,

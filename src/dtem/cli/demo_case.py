@@ -22,6 +22,8 @@ class Case(NamedTuple):
     held_out: "Source"
     config: dict[str, Any]
     """How images are prepared, as timm's ``resolve_data_config`` says it."""
+    unseen_by: str
+    """Who was never trained on the held-out images; of a user's own model that is not known."""
 
     def loader(self, source: "Source", batch: int, *, shuffle: bool = False, seed: int = 0) -> "Loader":
         """Batches of a source, prepared for the host; shuffled ones are all full."""
@@ -61,7 +63,8 @@ def own(args: argparse.Namespace) -> Case:
     args.pretrained = args.weights is None
     host = common.build(args)
     name = record.plain_command(["", args.data])[1]
-    return Case(args.model, name, host, train, evaluate.sample(held_out, args.images), _config(host))
+    held_out = evaluate.sample(held_out, args.images)
+    return Case(args.model, name, host, train, held_out, _config(host), "embeddings")
 
 
 def _split(source: "Source", seed: int) -> tuple["Source", "Source"]:

@@ -30,11 +30,11 @@ class Picture(NamedTuple):
 def tables(document: Mapping[str, Any]) -> list[object]:
     """For the terminal."""
     trained = document["trained"]
-    title = f"{document['model']}, {document['images']} held-out images, CPU, threads: {document['threads']}"
+    title = f"{document['model']} on {document['images']} images that {document['unseen_by']} never saw"
     return [
         f"Trained {trained['steps']} steps of {trained['images_seen'] // max(1, trained['steps'])} images in "
         f"{trained['seconds']:.0f} s at r = {trained['r']}, without labels.",
-        common.table(title, _COLUMNS, _rows(document)),
+        common.table(title, _COLUMNS, _rows(document), f"CPU, threads: {document['threads']}; contenders took turns"),
         common.table("dtem minus tome, image by image", _PAIRS, _pairs(document)),
         *conclusions(document),
         "",
@@ -67,7 +67,7 @@ def page(document: Mapping[str, Any], pictures: Sequence[Picture], command: Sequ
         f"Token merging makes a Vision Transformer faster by joining tokens that are alike. ToMe decides that by the "
         f"keys of attention; DTEM by an embedding that was trained for it, here for {trained['seconds']:.0f} seconds "
         f"on {trained['training_images']} images without labels. Both are compared on the same {document['images']} "
-        f"images, which neither the model nor the embeddings were trained on.",
+        f"images, which {document['unseen_by']} never saw.",
         *conclusions(document),
     )
     made.heading("Accuracy and cost")

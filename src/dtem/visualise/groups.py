@@ -86,7 +86,7 @@ def groups_svg(image: Any, source: Any, grid: tuple[int, int], *, line: tuple[in
 
 
 def figure(
-    pictures: Sequence[Sequence[Image.Image]], rows: Sequence[str], columns: Sequence[str], *, cell: int = 150
+    pictures: Sequence[Sequence[Image.Image]], rows: Sequence[str], columns: Sequence[str], *, cell: int = 168
 ) -> str:
     """Pictures in rows and columns with their captions, as one SVG document that needs no other file.
 
