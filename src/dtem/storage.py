@@ -71,7 +71,7 @@ def from_pretrained(
     if isinstance(getattr(model, "dtem", None), adapters.Merger):
         raise DtemError(f"{type(model).__name__} is patched already; unpatch it first (dtem.Handle(model).unpatch())")
     host = adapters.find(model).describe(model)
-    path = _locate(source, revision)
+    path = locate(source, revision)
     try:
         header, tensors = read(path)
         _check_host(header["host"], _describe(model, host))
@@ -224,7 +224,7 @@ def _check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise DtemError(f"tensor {name} has NaN or infinite values: the training that made it went wrong")
 
 
-def _locate(source: Source, revision: str | None) -> Path:
+def locate(source: Source, revision: str | None) -> Path:
     """The local file that `source` stands for, fetched from the Hub if need be."""
     if not isinstance(source, str | os.PathLike):
         raise DtemError(f"{source!r} is a {type(source).__name__}, not a path, a shipped name or a Hub id")

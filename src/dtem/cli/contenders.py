@@ -103,7 +103,7 @@ def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, 
     lists: dict[str, list[str]] = {}
     for given in args.adapter:
         label, name = split_label(given)
-        path = storage._locate(name, None)
+        path = storage.locate(name, None)
         handle = dtem.from_pretrained(path, copy.deepcopy(host, dict(shared)), r=0, shortcut=args.shortcut)
         label = label or handle.method.name
         if label in trained or label == UNMERGED:

@@ -75,7 +75,7 @@ def _split(source: "Source", seed: int) -> tuple["Source", "Source"]:
     assert source.length is not None
     order = torch.randperm(source.length, generator=torch.Generator().manual_seed(seed))
     held_out, train = order.tensor_split([source.length // 5])
-    return tuple(sources._Subset(source, part.sort().values.tolist()) for part in (train, held_out))  # type: ignore[return-value]
+    return tuple(sources.Subset(source, part.sort().values.tolist()) for part in (train, held_out))  # type: ignore[return-value]
 
 
 def _config(host: "nn.Module") -> dict[str, Any]:

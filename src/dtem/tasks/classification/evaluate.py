@@ -160,7 +160,7 @@ def sample(source: sources.Source, limit: int, seed: int = 0) -> sources.Source:
     if source.length is None or source.length <= limit:
         return source
     drawn = torch.randperm(source.length, generator=torch.Generator().manual_seed(seed))[:limit]
-    return sources._Subset(source, drawn.sort().values.tolist())
+    return sources.Subset(source, drawn.sort().values.tolist())
 
 
 def trained_on(header: Mapping[str, Any]) -> list[str]:

@@ -171,14 +171,14 @@ def without(source: Source, names: Collection[str]) -> tuple[Source, int]:
     if not kept:
         raise DtemError(f"{source.spec}: all {source.length} images are among those to leave out; give other images")
     left_out = source.length - len(kept)
-    return (_Subset(source, kept), left_out) if left_out else (source, 0)
+    return (Subset(source, kept), left_out) if left_out else (source, 0)
 
 
 def _file(name: str) -> str:
     return PurePosixPath(name).name
 
 
-class _Subset(Source):
+class Subset(Source):
     """Some images of a source that is read by index."""
 
     def __init__(self, source: Source, kept: list[int]) -> None:
