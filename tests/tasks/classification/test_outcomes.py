@@ -104,12 +104,12 @@ def test_damaged_files_are_refused_by_name(kept: int, tmp_path) -> None:
     path = tmp_path / "half.safetensors"
     outcomes("1150").save(path)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DtemError, match="half.safetensors"):
+    with pytest.raises(DtemError, match=r"half\.safetensors"):
         Outcomes.load(path)
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:
-    with pytest.raises(DtemError, match="nowhere.safetensors"):
+    with pytest.raises(DtemError, match=r"nowhere\.safetensors"):
         Outcomes.load(tmp_path / "nowhere.safetensors")
 
 
