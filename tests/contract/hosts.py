@@ -63,6 +63,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 """Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
 
+EVERYWHERE = ("dtem", "tome")
+"""Methods that go through the suite on every host; all others, built on the same seam, on FEW hosts."""
+
 
 @functools.cache
 def _template(name: str) -> nn.Module:
@@ -113,7 +116,7 @@ def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str,
     return [
         (name, method)
         for name in names
-        for method in [*METHODS, *(VARIANTS if name in FEW else ())]
+        for method in ([*METHODS, *VARIANTS] if name in FEW else EVERYWHERE)
         if (built(method).needs <= provided(name)) == fitting
     ]
 
