@@ -88,17 +88,27 @@ class Handle:
     @r.setter
     def r(self, spec: object) -> None:
         asked = schedules.parse(spec)
-        schedules.check(asked, self.host.patches, self.host.depth)
-        solved = self._solve(asked) if isinstance(asked, schedules.Budget) else asked
-        self.merger.schedule = solved
+        schedules.check(asked, self.host.patches, self.host.depth, self.method.stages)
+        if isinstance(asked, schedules.Budget):
+            asked = self._solve(asked)
+        elif isinstance(asked, schedules.Learned):
+            asked = self._learned()
+        self.merger.schedule = asked
         self.merger.asked = spec
+
+    def _learned(self) -> schedules.Schedule:
+        """As it stands now: set ``handle.r = "learned"`` again after more training."""
+        learned = self.method.schedule()
+        if learned is None:
+            raise DtemError(f"r = 'learned', and method {self.method.name!r} learns no schedule; give a number")
+        return schedules.PerLayer(learned)
 
     def _solve(self, budget: schedules.Budget) -> schedules.Schedule:
         """What counts is inference: hard merging, whatever the mode is now."""
         schedule, soft = self.merger.schedule, self.method.soft
         self.method.soft = False
         try:
-            return budget.solve(self.host.patches, self.host.depth, self._gflops)
+            return budget.solve(self.host.patches, self.host.depth, self._gflops, self.method.stages)
         finally:
             self.merger.schedule, self.method.soft = schedule, soft
 
@@ -113,8 +123,9 @@ class Handle:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens after every block at the host's own image size."""
-        return schedules.tokens(self.plan, self.host.patches, self.host.prefix)
+        """Tokens after every block at the host's own image size (all of them, if the method brings them back)."""
+        plan = [0] * self.host.depth if self.method.restores else self.plan
+        return schedules.tokens(plan, self.host.patches, self.host.prefix)
 
     @property
     def mode(self) -> str:

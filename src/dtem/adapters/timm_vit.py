@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem.adapters import lean
-from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, run_block
+from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, finish, run_block
 from dtem.adapters.lean import Lean
 from dtem.types import DtemError, HostSpec, Taps, Tokens
 
@@ -168,10 +168,13 @@ class _Merging:
     def forward(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
         short = self.dtem.shortcut and self.dtem.method.host.pooling == "prefix" and current_trace() is None
         if short and self.dtem.active:
-            tokens = self._walk(self._embed(x, **kwargs), blocks=len(self.blocks) - 1)
-            last = self.blocks[-1]
-            prefix = self.num_prefix_tokens
-            x = mlp(last, None, last_attention(last, prefix, tokens.x, self.dtem.method.bias(tokens)))
+            method, prefix = self.dtem.method, self.num_prefix_tokens
+            layer, last = len(self.blocks) - 1, self.blocks[-1]
+            x = self._embed(x, **kwargs)
+            r = self.dtem.plan(x.shape[1] - prefix)[layer]
+            tokens = method.before(layer, self._walk(x, blocks=layer), r)
+            finish(method, tokens)
+            x = mlp(last, None, last_attention(last, prefix, tokens.x, method.bias(tokens)))
             return self.forward_head(self.norm(x))
         return super().forward(x, **kwargs)
 
@@ -181,6 +184,7 @@ class _Merging:
             _check_image(self, x)
             return super().forward_features(x, **kwargs)
         tokens = self._walk(self._embed(x, **kwargs))
+        finish(self.dtem.method, tokens)
         features = self.norm(tokens.x)
         if self.dtem.method.host.pooling != "prefix":
             features.dtem_size = tokens.size
@@ -242,8 +246,8 @@ class _Merging:
         if not self.pool_include_prefix:
             x, size = x[:, self.num_prefix_tokens :], size[:, self.num_prefix_tokens :]
         if kind == "map":
-            bias = ops.log_size(size)[:, None, None, :].to(x.dtype) if self.dtem.method.proportional else None
-            return self.attn_pool(x, attn_mask=bias)
+            bias = self.dtem.method.bias(Tokens(x, size))
+            return self.attn_pool(x, attn_mask=None if bias is None else bias[:, None, None, :].to(x.dtype))
         mean = ((size / size.sum(dim=1, keepdim=True)).to(x.dtype).unsqueeze(1) @ x).squeeze(1)
         return mean if kind == "avg" else 0.5 * (x.amax(dim=1) + mean)
 

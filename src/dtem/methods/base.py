@@ -8,9 +8,12 @@ A host's adapter drives every block through the same four steps, and a method fi
     tokens = <host MLP, residual added>
     tokens = method.after(layer, tokens, r)             rejoin what was set aside
 
+A soft forward may end in losses of the method's own (`method.losses(tokens)`), which training adds to the task's.
+
 All state of a forward travels in `Tokens` (what is the method's own in `Tokens.carry`), so a method object holds only
 its trained parts and settings: it can be shared by threads, checkpointed, compiled and pickled.
-A variable-length method (ATS) pads, and masks the padding in `bias`.
+A variable-length method (ATS) pads, gives the padding size 0 (pooling passes it over), and masks it in `bias`, which
+attention pooling asks too.
 """
 
 import dataclasses
@@ -47,6 +50,9 @@ class Method(nn.Module):
     keeps_mass: bool = True
     """Whether token sizes always sum to the number of tokens at the start. If not, patches are dropped: they have −1 in
     the source map, and no intermediate grids exist."""
+    restores: ClassVar[bool] = False
+    """Whether what a block sets aside is back after it, in its place: then every token is left at the end, and r is how
+    many more the block and all later ones leave out of their computation."""
     config_class: ClassVar[type[Config]] = Config
 
     def __init__(self, host: HostSpec, config: Config) -> None:
@@ -71,6 +77,19 @@ class Method(nn.Module):
     def can_relax(self) -> bool:
         """Whether the method has a soft mode."""
         return False
+
+    @property
+    def stages(self) -> tuple[int, ...] | None:
+        """The only blocks in which the method can reduce tokens; None: it can in all."""
+        return None
+
+    def schedule(self) -> tuple[int, ...] | None:
+        """The r of every block that the method has learned (``r = "learned"``); None: it learns none."""
+        return None
+
+    def losses(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Losses beside the task's, by name, weighted already; from the tokens at the end of a soft forward."""
+        return {}
 
     @property
     def proportional(self) -> bool:
