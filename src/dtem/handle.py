@@ -46,6 +46,7 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
     like = projections[0][0]
     built.to_empty(device="meta") if like.is_meta else built.to(like)
     built.start(projections)
+    built.train(model.training)
     adapter.attach(model, Merger(built, schedules.Constant(0), adapter.family, shortcut))
     handle = Handle(model)
     try:

@@ -7,15 +7,19 @@
 | one r per block | ``[16, 16, 8, 0]`` | ``16/16/8/0`` |
 | a share of the patches left | ``0.2`` | ``20%`` or ``0.2`` |
 | as much as meets a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
+| what the method has learned | ``"learned"`` | ``learned`` |
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dtem.types import DtemError
 
-FORMS = "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of what is left), 2.5G (budget)"
+FORMS = (
+    "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of what is left), 2.5G (budget), "
+    "learned (by the method)"
+)
 
 
 @dataclass(frozen=True)
@@ -106,18 +110,26 @@ class Budget:
         if not (math.isfinite(self.gflops) and self.gflops > 0):
             raise DtemError(f"a budget of {self.gflops} GFLOPs cannot be met; give a positive number such as 2.5G")
 
-    def solve(self, patches: int, depth: int, cost: Callable[[tuple[int, ...]], float]) -> PerLayer:
-        """The mildest plan within the budget: r everywhere, and one more in the first few blocks.
+    def solve(
+        self,
+        patches: int,
+        depth: int,
+        cost: Callable[[tuple[int, ...]], float],
+        at: Collection[int] | None = None,
+    ) -> PerLayer:
+        """The mildest plan within the budget: r in every block (of those `at`), and one more in the first few.
 
         `cost` gives the GFLOPs of a plan. Plans are ordered by tokens removed, so that bisection finds the first.
         """
         most = patches // 2
+        blocks = sorted(range(depth) if at is None else at)
 
         def plan(total: int) -> tuple[int, ...]:
-            every, extra = divmod(total, depth)
-            return clamp([every + (layer < extra) for layer in range(depth)], patches)
+            every, extra = divmod(total, len(blocks))
+            wanted = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
+            return clamp([wanted.get(layer, 0) for layer in range(depth)], patches)
 
-        low, high = 0, most * depth
+        low, high = 0, most * len(blocks)
         if cost(plan(high)) > self.gflops:
             raise DtemError(
                 f"a budget of {self.gflops:g} GFLOPs cannot be met: merging all it can leaves {cost(plan(high)):.3g}"
@@ -134,7 +146,15 @@ class Budget:
         return f"{self.gflops!r}G"
 
 
-Schedule = Constant | Inflected | PerLayer | Ratio | Budget
+@dataclass(frozen=True)
+class Learned:
+    """What the method has learned. A handle turns it into one r per block."""
+
+    def __str__(self) -> str:
+        return "learned"
+
+
+Schedule = Constant | Inflected | PerLayer | Ratio | Budget | Learned
 
 
 def parse(spec: object) -> Schedule:
@@ -160,6 +180,8 @@ def parse(spec: object) -> Schedule:
 
 def _parse_text(text: str) -> Schedule:
     body = text.strip()
+    if body == "learned":
+        return Learned()
     try:
         if body.endswith("%"):
             return Ratio(float(body[:-1]) / 100)
@@ -191,14 +213,29 @@ def resolve(schedule: Schedule, patches: int, depth: int) -> tuple[int, ...]:
     """The r of every block for an image of `patches` patches."""
     if isinstance(schedule, Budget):
         raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
+    if isinstance(schedule, Learned):
+        raise DtemError("a learned schedule must be asked of its method first (dtem.patch does that)")
     return clamp(schedule.wanted(depth), patches)
 
 
-def check(schedule: Schedule, patches: int, depth: int) -> None:
-    """Refuse what no image of this host can meet: more than half of all patches in one block."""
-    if isinstance(schedule, Budget | Ratio):
+def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | None = None) -> None:
+    """Refuse what no image of this host can meet: more than half of all patches in one block; and tokens removed
+    elsewhere than in the blocks `at`, if there are such."""
+    if isinstance(schedule, Budget | Learned):
         return
-    largest = max(schedule.wanted(depth), default=0)
+    wanted = schedule.wanted(depth)
+    outside = [layer for layer, r in enumerate(wanted) if r and at is not None and layer not in at]
+    if outside:
+        assert at is not None
+        listed = ", ".join(map(str, sorted(at)))
+        example = "/".join("8" if layer in at else "0" for layer in range(depth))
+        raise DtemError(
+            f"r = {schedule} would remove tokens in block {outside[0]}, and this method can in blocks {listed} only: "
+            f"give one r per block, such as {example}, or a budget such as 2.5G"
+        )
+    if isinstance(schedule, Ratio):
+        return
+    largest = max(wanted, default=0)
     if largest > patches // 2:
         raise DtemError(
             f"r = {largest} is more than half of the model's {patches} patches; one block can merge at most "

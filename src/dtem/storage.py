@@ -87,9 +87,10 @@ def from_pretrained(
     if _shapes(header["method"], host, changed) != shapes:
         listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise DtemError(f"{path}: {listed} would change the shapes of what was trained; leave it out")
-    handle = patch(model, header["method"], r, shortcut=shortcut, **changed)
+    handle = patch(model, header["method"], shortcut=shortcut, **changed)
     try:
         handle.method.load_state_dict(tensors)
+        handle.r = r  # only now: the schedule may be one that was learned
     except BaseException:
         handle.unpatch()
         raise

@@ -5,7 +5,7 @@ import sys
 
 from torch import nn
 
-from dtem.adapters.base import Adapter, Merger, Trace, tracing
+from dtem.adapters.base import Adapter, Merger, Trace, auxiliary, tracing
 from dtem.types import DtemError
 
 ADAPTERS = {
@@ -39,4 +39,4 @@ def find(model: nn.Module) -> Adapter:
     raise DtemError(f"{type(model).__name__} is not supported. Supported: {listed}")
 
 
-__all__ = ["ADAPTERS", "Adapter", "Merger", "Trace", "find", "load", "tracing"]
+__all__ = ["ADAPTERS", "Adapter", "Merger", "Trace", "auxiliary", "find", "load", "tracing"]

@@ -121,6 +121,27 @@ def current_trace() -> Trace | None:
     return None if torch.compiler.is_compiling() else _trace.get()
 
 
+_losses: contextvars.ContextVar[dict[str, Tensor] | None] = contextvars.ContextVar("dtem_losses", default=None)
+
+
+@contextlib.contextmanager
+def auxiliary() -> Iterator[dict[str, Tensor]]:
+    """Collect the method's own losses, by name, from the soft forward that this thread makes inside."""
+    found: dict[str, Tensor] = {}
+    token = _losses.set(found)
+    try:
+        yield found
+    finally:
+        _losses.reset(token)
+
+
+def finish(method: Method, tokens: Tokens) -> None:
+    """The walk is done: hand the method's losses to whoever collects them (nobody does in a compiled graph)."""
+    found = None if torch.compiler.is_compiling() else _losses.get()
+    if found is not None and method.soft:
+        found.update(method.losses(tokens))
+
+
 def checkpointed(run: Callable[..., Any], *args: Any) -> Any:
     """Gradient checkpointing that lets gradients through token sizes as well as features."""
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from dtem import storage
+from dtem import adapters, storage
 from dtem.files import write_file
 from dtem.handle import Handle, patch
 from dtem.tasks.classification.data import Batch
@@ -90,6 +90,7 @@ class Run:
             if each is not None:
                 each.to(self.accelerator.device)
         self.plan: Plan = plan_of(config, self.handle)
+        self.schedules = self._schedules()
         self.optimisers = {name: self._optimiser(name) for name in self.plan.parameters}
         self.update = 0
         self.position = (0, 0)
@@ -118,7 +119,7 @@ class Run:
                     self._save()
             if not outcomes:  # a run that was finished already
                 outcomes = self._evaluate(log)
-        self.handle.mode, self.handle.r = "hard", self.plan.phases[0].rates[0]
+        self.handle.mode, self.handle.r = "hard", self._rate
         self.handle.model.eval()
         share = waited / max(time.perf_counter() - started, 1e-9)
         skipped = self.task.loader.skipped
@@ -130,6 +131,24 @@ class Run:
         if self.task.loader.steps is None:
             raise DtemError(f"{self.config.data} is a stream of unknown length: say how many --updates to make")
         return max(1, int(self.config.epochs * self.task.loader.steps) // self.config.accumulate)
+
+    def _schedules(self) -> dict[str, str]:
+        """The schedules of all phases, with budgets solved: once, not in every update. A bad one, or one of those to
+        evaluate at, is found before the first."""
+        found = {}
+        for rate in (rate for phase in self.plan.phases for rate in phase.rates):
+            self.handle.r = rate
+            found[rate] = rate if rate == "learned" else str(self.handle.merger.schedule)
+        for rate in self.config.eval_r.split(",") if self.config.eval_data else ():
+            self.handle.r = rate
+        self.handle.r = 0
+        return found
+
+    @property
+    def _rate(self) -> str:
+        """The r to leave the model with: the learned one, if there is such, else the first that was trained at."""
+        learns = self.handle.method.schedule() is not None and self.config.mode != "finetune"
+        return "learned" if learns else self.plan.phases[0].rates[0]
 
     @property
     def _per_epoch(self) -> int:
@@ -157,7 +176,7 @@ class Run:
         """One update."""
         phase = self.plan.phase(self.update)
         drawn = torch.Generator().manual_seed(self._number(0))
-        rate = phase.rates[int(torch.randint(len(phase.rates), (), generator=drawn))]
+        rate = self.schedules[phase.rates[int(torch.randint(len(phase.rates), (), generator=drawn))]]
         process = self.accelerator.process_index
         torch.manual_seed(self._number(1, process))
         optimiser = self.optimisers[phase.learns]
@@ -165,12 +184,17 @@ class Run:
         for group in optimiser.param_groups:
             group["lr"] = lr
         total = torch.zeros((), device=self.accelerator.device)
+        parts: dict[str, Tensor] = {}
         for index, batch in enumerate(passes):
+            own: dict[str, Tensor] = {}
             with self.accelerator.autocast():
-                student = lambda images: self._student(images, phase, rate)  # noqa: E731
-                loss = self.task.loss(batch, self._number(2, process, index), student, self._teach) / len(passes)
+                student = lambda images, own=own: self._student(images, phase, rate, own)  # noqa: E731
+                loss = self.task.loss(batch, self._number(2, process, index), student, self._teach)
+                loss = sum(own.values(), loss) / len(passes)
             self.accelerator.backward(loss)
             total += loss.detach()
+            for name, part in own.items():
+                parts[name] = parts.get(name, torch.zeros_like(total)) + part.detach() / len(passes)
         parameters = self.plan.parameters[phase.learns]
         average_gradients(self.accelerator, parameters)
         self.accelerator.unscale_gradients(optimiser)
@@ -182,11 +206,18 @@ class Run:
             raise DtemError(
                 f"the loss is {self.loss} at update {self.update + 1}: lower the learning rate ({lr:.1e}), or use fp32"
             )
-        return {"loss": self.loss, "lr": lr, "norm": norm.item(), f"r/{phase.learns}": float(self.handle.plan[0])}
+        values = {"loss": self.loss, "lr": lr, "norm": norm.item(), f"r/{phase.learns}": float(self.handle.plan[0])}
+        for name, part in parts.items():
+            values[f"loss/{name}"] = float(self.accelerator.reduce(part, reduction="mean"))
+        return values
 
-    def _student(self, images: Tensor, phase: Phase, rate: str) -> Tensor:
+    def _student(self, images: Tensor, phase: Phase, rate: str, own: dict[str, Tensor]) -> Tensor:
+        """The logits; the method's own losses go into `own`."""
         enter(self.plan, phase, self.handle, rate)
-        logits: Tensor = self.handle.model(images)
+        self.handle.method.train(phase.soft)  # what is random in a method is so where it learns, even by a frozen host
+        with adapters.auxiliary() as losses:
+            logits: Tensor = self.handle.model(images)
+        own.update(losses)
         return logits
 
     @torch.no_grad()
@@ -243,7 +274,7 @@ class Run:
             return
         config, rate = self.config, self.plan.phases[0].rates[0]
         if self.handle.method.state_dict():
-            asked, self.handle.r = self.handle.r, rate
+            asked, self.handle.r = self.handle.r, self._rate
             told = ("mode", "loss", "batch", "lr", "seed")
             notes = {name: str(getattr(config, name)) for name in told} | {"updates": str(self.update)}
             storage.save(self.handle, self.folder / adapter, trained_r=rate, notes=notes | self.task.describe())
