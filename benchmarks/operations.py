@@ -14,7 +14,7 @@ import torch
 import dtem
 
 GROUPS = {
-    "linear layers": ("aten::addmm", "aten::mm", "aten::copy_"),
+    "linear layers": ("aten::addmm", "aten::addmm_", "aten::mm", "aten::copy_"),
     "fused attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
     "GELU": ("aten::gelu", "aten::gelu_"),
     "LayerNorm": ("aten::native_layer_norm",),

@@ -7,8 +7,10 @@ from dtem.types import DtemError
 
 METHODS = {
     "dtem": "dtem.methods.dtem:Dtem",
+    "dtem_no_prop": "dtem.methods.dtem_no_prop:DtemNoProp",
     "evit": "dtem.methods.evit:Evit",
     "tome": "dtem.methods.tome:Tome",
+    "tome_gumbel": "dtem.methods.tome_gumbel:TomeGumbel",
     "tome_soft": "dtem.methods.tome_soft:TomeSoft",
 }
 

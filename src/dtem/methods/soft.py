@@ -31,9 +31,7 @@ class SoftConfig(Config):
         super().__post_init__()
         check_choice("exclude", self.exclude, ("mass", "size"))
         for name in ("temperature", "scale"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise DtemError(f"{name} = {value!r} must be a positive number")
+            check_positive(name, getattr(self, name))
         check_count("candidates", self.candidates)
 
 
@@ -41,6 +39,12 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a setting that is none of `allowed`."""
     if value not in allowed:
         raise DtemError(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse a setting that is no number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise DtemError(f"{name} = {value!r} must be a positive number")
 
 
 def check_count(name: str, value: object) -> None:
@@ -64,6 +68,11 @@ class SoftMethod(Method):
         """What tokens are compared by (cosine)."""
         raise NotImplementedError
 
+    def edges(self, similarity: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
+        """Soft adjacency of the A and B tokens for r merges."""
+        config = self.config
+        return ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
+
     def can_relax(self) -> bool:
         return True
 
@@ -79,6 +88,6 @@ class SoftMethod(Method):
     def _merge_softly(self, tokens: Tokens, metric: Float[Tensor, "b n d"], r: int) -> Tokens:
         config, prefix = self.config, self.host.prefix
         similarity = ops.cosine(metric, prefix, tokens.excluded)
-        edges = ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
+        edges = self.edges(similarity, r)
         merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
         return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)

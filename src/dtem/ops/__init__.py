@@ -5,7 +5,7 @@
 """
 
 from dtem.ops.attention import attend, class_attention, log_size
-from dtem.ops.grouping import row_mass, soft_group
+from dtem.ops.grouping import gumbel_group, row_mass, soft_group
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
 from dtem.ops.merging import SoftMerge, merge, soft_merge, take
 from dtem.ops.pruning import fuse, prune, pruned_source
@@ -19,6 +19,7 @@ __all__ = [
     "compose",
     "cosine",
     "fuse",
+    "gumbel_group",
     "limit",
     "log_size",
     "match",

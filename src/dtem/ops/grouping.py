@@ -10,11 +10,14 @@ The update adds one number to a whole row, so S^t_ij = S_ij + c^t_i, and the loo
     p^t = softmax_i(R_i + c^t_i / τ)      c^{t+1}_i = c^t_i + log(1 − p^t_i)      A*_ij = P_ij · Σ_t p^t_i
 
 Values and gradients are those of the literal loop, at 1/|B| of its work and memory.
+
+`gumbel_group` is the alternative that the paper compares with.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -42,6 +45,32 @@ def soft_group(
     logits = similarity if similarity.dtype == torch.float64 else similarity.float()
     edges: Tensor = _SoftGroup.apply(logits, r, temperature, scale)
     return edges
+
+
+def gumbel_group(
+    similarity: Float[Tensor, "b i j"],
+    r: int,
+    temperature: float = 0.1,
+    scale: float = 0.1,
+    candidates: int | None = None,
+    noise: bool = True,
+) -> Float[Tensor, "b i j"]:
+    """The other relaxation: E_ij = softmax_j((S_ij + g_ij) / τ) in r rows, 0 in all others; S = `similarity` / `scale`.
+
+    g is standard Gumbel noise, so that each row is a relaxed sample of its partner, by the odds exp S_ij; without
+    `noise` it is 0. The rows are the r with the largest similarity, ties to the lower index: those that hard matching
+    merges. That choice has no gradient.
+    """
+    check_r(r, sum(similarity.shape[1:]))
+    if r == 0:
+        return 0.0 * similarity
+    if candidates is not None:
+        similarity = keep_candidates(similarity, candidates)
+    logits = (similarity if similarity.dtype == torch.float64 else similarity.float()) / scale
+    rows = F.gumbel_softmax(logits, tau=temperature, dim=2) if noise else torch.softmax(logits / temperature, dim=2)
+    order = torch.sort(similarity.detach().amax(dim=2), dim=1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(rows[:, :, 0]).scatter(1, order[:, :r], 1.0)
+    return rows * chosen.unsqueeze(2)
 
 
 def row_mass(
