@@ -306,6 +306,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(images: Path
     expected, found = (load_file(tmp_path / name / "adapter.safetensors") for name in ("whole", "killed"))
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
+    assert [json.loads(line)["update"] for line in log.read_text().splitlines()] == list(range(1, 13))
 
 
 def test_two_processes_train_as_one_with_twice_the_batch(images: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from dtem.types import DtemError
 
+LOG = "log.jsonl"
+
 
 class Log:
     """The channels of one run. Only the first process speaks; on the others every call does nothing."""
@@ -21,7 +23,7 @@ class Log:
             return
         from tqdm import tqdm
 
-        self._file = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self._file = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
         self._bar = tqdm(total=total, initial=start, unit="update", file=sys.stderr, dynamic_ncols=True)
         if "tensorboard" in channels:
             self._board = _tensorboard(folder)

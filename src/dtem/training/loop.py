@@ -9,7 +9,6 @@ flat reduction. Which parameters learn may then change from update to update.
 
 import copy
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from dtem import adapters, storage
-from dtem.files import write_file
+from dtem import adapters
 from dtem.handle import Handle, patch
 from dtem.tasks.classification.data import Batch
 from dtem.tasks.classification.outcomes import Outcomes
-from dtem.training import checkpoint
+from dtem.training import keep
 from dtem.training.classification import Classification
-from dtem.training.config import TrainConfig, flat
+from dtem.training.config import TrainConfig
 from dtem.training.logs import Log
 from dtem.training.optimise import average_gradients, groups, learning_rate
 from dtem.training.plans import Phase, Plan, enter, plan_of
@@ -36,9 +33,6 @@ from dtem.types import DtemError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-ADAPTER, BEST = "adapter.safetensors", "best.safetensors"
-HOST, BEST_HOST = "model.safetensors", "best_model.safetensors"
 
 
 @dataclasses.dataclass
@@ -97,8 +91,8 @@ class Run:
         """Epoch, and step in it, of the next batch."""
         self.best = math.inf
         self.loss = math.nan
-        self._prepare_folder(restart)
-        self._resume()
+        keep.prepare(self, restart)
+        keep.resume(self)
 
     def go(self) -> Result:
         """Train to the end, evaluate, and leave the files of the run."""
@@ -116,10 +110,10 @@ class Run:
                 if self._due(self.config.eval_every or self._per_epoch):
                     outcomes = self._evaluate(log)
                 if self._due(self.config.save_every):
-                    self._save()
+                    keep.save(self)
             if not outcomes:  # a run that was finished already
                 outcomes = self._evaluate(log)
-        self.handle.mode, self.handle.r = "hard", self._rate
+        self.handle.mode, self.handle.r = "hard", self.rate
         self.handle.model.eval()
         share = waited / max(time.perf_counter() - started, 1e-9)
         skipped = self.task.loader.skipped
@@ -145,7 +139,7 @@ class Run:
         return found
 
     @property
-    def _rate(self) -> str:
+    def rate(self) -> str:
         """The r to leave the model with: the learned one, if there is such, else the first that was trained at."""
         learns = self.handle.method.schedule() is not None and self.config.mode != "finetune"
         return "learned" if learns else self.plan.phases[0].rates[0]
@@ -240,18 +234,6 @@ class Run:
         sequence = np.random.SeedSequence((self.config.seed, self.update, *parts))
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
-    # What is kept: the adapter (and the host, where it learns) at its best and at last, and where the run stands.
-
-    def _prepare_folder(self, restart: bool) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DtemError(f"{self.folder} cannot be made: {error.strerror}; choose another --out") from error
-        if restart and self.accelerator.is_main_process:
-            for name in (checkpoint.FILE, "log.jsonl", ADAPTER, BEST, HOST, BEST_HOST):
-                (self.folder / name).unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-
     def _evaluate(self, log: Log) -> dict[str, Outcomes]:
         found = self.task.evaluate(self.handle)
         if not found:
@@ -265,65 +247,8 @@ class Run:
         log.note(self.update, values, f"update {self.update}: {summary}{' (best)' if better else ''}")
         if better:
             self.best = score
-            self._write(BEST, BEST_HOST)
+            keep.write(self, keep.BEST, keep.BEST_HOST)
         return found
-
-    def _write(self, adapter: str, host: str) -> None:
-        """The files that users take away."""
-        if not self.accelerator.is_main_process:
-            return
-        config, rate = self.config, self.plan.phases[0].rates[0]
-        if self.handle.method.state_dict():
-            asked, self.handle.r = self.handle.r, self._rate
-            told = ("mode", "loss", "batch", "lr", "seed")
-            notes = {name: str(getattr(config, name)) for name in told} | {"updates": str(self.update)}
-            storage.save(self.handle, self.folder / adapter, trained_r=rate, notes=notes | self.task.describe())
-            self.handle.r = asked
-        if "host" in self.plan.parameters:
-            state = self.handle.model.state_dict().items()
-            kept = {name: part.detach().cpu().contiguous() for name, part in state if not name.startswith("dtem.")}
-            write_file(self.folder / host, to_bytes(kept))
-
-    def _save(self) -> None:
-        self._write(ADAPTER, HOST)
-        if self.accelerator.is_main_process:
-            state = self.handle.model.state_dict().items()
-            learned = {name: part.cpu() for name, part in state if "host" in self.plan.parameters or "dtem." in name}
-            scaler = self.accelerator.scaler
-            checkpoint.save(
-                self.folder,
-                {
-                    "config": json.dumps(flat(self.config)),
-                    "host": self.handle.host.name,
-                    "update": self.update,
-                    "position": list(self.position),
-                    "best": self.best,
-                    "loss": self.loss,
-                    "model": learned,
-                    "optimisers": {name: optimiser.state_dict() for name, optimiser in self.optimisers.items()},
-                    "scaler": None if scaler is None else scaler.state_dict(),
-                },
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _resume(self) -> None:
-        state = checkpoint.load(self.folder)
-        now = json.loads(json.dumps(flat(self.config)))
-        if state is not None:
-            checkpoint.check_same(json.loads(state["config"]), now, self.folder)
-            if state["host"] != self.handle.host.name:
-                raise DtemError(f"{self.folder} holds a run on {state['host']}; choose another --out, or --restart")
-            self.handle.model.load_state_dict(state["model"], strict=False)
-            for name, optimiser in self.optimisers.items():
-                optimiser.load_state_dict(state["optimisers"][name])
-            if state["scaler"] is not None and self.accelerator.scaler is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-            self.update, self.best, self.loss = state["update"], state["best"], state["loss"]
-            self.position = (state["position"][0], state["position"][1])
-        if self.accelerator.is_main_process:
-            import yaml
-
-            write_file(self.folder / "config.yaml", yaml.safe_dump(now, sort_keys=False))
 
 
 def _accelerator(config: TrainConfig) -> "Accelerator":
