@@ -8,7 +8,10 @@ from dtem.types import DtemError
 METHODS = {
     "dtem": "dtem.methods.dtem:Dtem",
     "dtem_no_prop": "dtem.methods.dtem_no_prop:DtemNoProp",
+    "etps": "dtem.methods.tps:Etps",
     "evit": "dtem.methods.evit:Evit",
+    "patch_merger": "dtem.methods.patch_merger:PatchMerger",
+    "token_pooling": "dtem.methods.token_pooling:TokenPooling",
     "tome": "dtem.methods.tome:Tome",
     "tome_gumbel": "dtem.methods.tome_gumbel:TomeGumbel",
     "tome_soft": "dtem.methods.tome_soft:TomeSoft",

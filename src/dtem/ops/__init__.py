@@ -1,14 +1,16 @@
 """The method's equations: pure functions on tensors, one per equation.
 
 `matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training;
-`pruning` serves the methods that drop tokens instead.
+`pruning` serves the methods that drop tokens instead, `squeezing` and `clustering` other ways to merge them.
 """
 
 from dtem.ops.attention import attend, class_attention, log_size
+from dtem.ops.clustering import cluster, pool, pool_sizes
 from dtem.ops.grouping import gumbel_group, row_mass, soft_group
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
 from dtem.ops.merging import SoftMerge, merge, soft_merge, take
 from dtem.ops.pruning import fuse, prune, pruned_source
+from dtem.ops.squeezing import find_hosts, squeeze
 from dtem.ops.unmerge import unmerge
 
 __all__ = [
@@ -16,20 +18,25 @@ __all__ = [
     "SoftMerge",
     "attend",
     "class_attention",
+    "cluster",
     "compose",
     "cosine",
+    "find_hosts",
     "fuse",
     "gumbel_group",
     "limit",
     "log_size",
     "match",
     "merge",
+    "pool",
+    "pool_sizes",
     "prune",
     "pruned_source",
     "row_mass",
     "sides",
     "soft_group",
     "soft_merge",
+    "squeeze",
     "take",
     "unmerge",
 ]

@@ -1,0 +1,52 @@
+"""Squeezing: what is pruned joins the kept token that it is most like (TPS, https://arxiv.org/abs/2304.10716).
+
+With cos_i the cosine of a pruned token i and its host, the most similar kept token (ties: the lower index), the host
+becomes a softmax-weighted mean, over itself (at cosine 1) and its guests:
+
+    x̂_host = (e x_host + Σ_i e^{cos_i} x_i) / (e + Σ_i e^{cos_i})
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dtem.ops.matching import full_precision
+from dtem.ops.merging import flat
+
+
+def find_hosts(
+    guests: Float[Tensor, "b r c"], hosts: Float[Tensor, "b k c"]
+) -> tuple[Float[Tensor, "b r"], Int[Tensor, "b r"]]:
+    """The cosine of each guest with the host that it is most like, with gradient, and which one that is.
+
+    In float32 (float64 stays).
+    """
+    with full_precision(guests.device):
+        guests, hosts = (_unit(x) for x in (guests, hosts))
+        best, host = torch.bmm(guests, hosts.mT).max(dim=2)
+        return best, host
+
+
+def _unit(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n c"]:
+    if x.dtype != torch.float64:
+        x = x.float()
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def squeeze(
+    hosts: Float[Tensor, "b k c"],
+    guests: Float[Tensor, "b r c"],
+    cosine: Float[Tensor, "b r"],
+    host: Int[Tensor, "b r"],
+) -> Float[Tensor, "b k c"]:
+    """Every host mixed with its guests, written as a correction: x_host + Σ_i w_i (x_i − x_host) / Σ w."""
+    batch, kept, width = hosts.shape
+    index = flat(host, kept)
+    weight = cosine.exp().reshape(-1)
+    total = torch.full((batch * kept,), math.e, dtype=weight.dtype, device=weight.device).index_add(0, index, weight)
+    share = (weight / total.index_select(0, index)).to(hosts.dtype).unsqueeze(1)
+    rows = hosts.reshape(-1, width)
+    change = (guests.reshape(-1, width) - rows.index_select(0, index)) * share
+    return rows.index_add(0, index, change).view(batch, kept, width)
