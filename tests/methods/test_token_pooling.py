@@ -1,0 +1,137 @@
+"""Token Pooling against the method written out token by token."""
+
+import by_hand
+import pytest
+import torch
+
+import dtem
+from contract.hosts import fresh, gradients, images, patched
+from dtem import ops
+
+
+def medoids_by_hand(points, weights, count, iterations):
+    """Cluster of each point, with loops; `points` and `weights` are lists."""
+
+    def far(i, j):
+        return sum((a - b) ** 2 for a, b in zip(points[i], points[j], strict=True))
+
+    def assign(medoids):
+        nearest = [min(range(count), key=lambda k, i=i: (far(i, medoids[k]), k)) for i in range(len(points))]
+        for k, medoid in enumerate(medoids):
+            nearest[medoid] = k
+        return nearest
+
+    medoids = sorted(sorted(range(len(points)), key=lambda i: (-weights[i], i))[:count])
+    for _ in range(iterations):
+        member = assign(medoids)
+        for k in range(count):
+            group = [i for i in range(len(points)) if member[i] == k]
+            medoids[k] = min(group, key=lambda m, group=group: (sum(weights[i] * far(i, m) for i in group), m))
+    return assign(medoids)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 4, 11, 20])
+def test_clusters_are_those_of_loops(count, iterations, batch):
+    x = torch.randn(batch, 20, 3, dtype=torch.float64)
+    weight = torch.rand(batch, 20, dtype=torch.float64) + 0.01
+    member = ops.cluster(x, weight, count, iterations)
+    for image in range(batch):
+        expected = medoids_by_hand(x[image].tolist(), weight[image].tolist(), count, iterations)
+        assert member[image].tolist() == expected
+
+
+def test_iterations_change_something_and_lower_the_cost():
+    x, weight = torch.randn(1, 60, 4), torch.rand(1, 60)
+    costs = []
+    for iterations in (1, 5, 20):
+        member = ops.cluster(x, weight, 8, iterations)
+        mean = ops.pool(x, weight, member, 8)
+        costs.append((weight * (x - ops.take(mean, member)).square().sum(dim=2)).sum().item())
+    assert costs[0] > costs[1] >= costs[2]
+
+
+def test_twins_leave_no_cluster_empty():
+    """Many tokens alike: nearest medoids tie, and still every medoid has its own cluster."""
+    x = torch.randn(2, 3, 5).repeat_interleave(6, dim=1)
+    for count in (1, 7, 17, 18):
+        member = ops.cluster(x, torch.rand(2, 18), count, 5)
+        for row in member:
+            assert row.unique().tolist() == list(range(count))
+
+
+def test_clusters_do_not_depend_on_a_common_offset():
+    x, weight = torch.randn(2, 40, 6), torch.rand(2, 40)
+    assert torch.equal(ops.cluster(x, weight, 12, 5), ops.cluster(x + 1000.0, weight, 12, 5))
+
+
+def pooling(prefix):
+    def step(states, looks, r):
+        count = len(states) - prefix - r
+        points, weights = [state.tolist() for state in states[prefix:]], looks[prefix:].tolist()
+        member = medoids_by_hand(points, weights, count, 5)
+        new, groups = list(states[:prefix]), [[index] for index in range(prefix)]
+        for k in range(count):
+            group = [prefix + i for i, own in enumerate(member) if own == k]
+            new.append(sum(looks[i] * states[i] for i in group) / sum(looks[i] for i in group))
+            groups.append(group)
+        return new, groups
+
+    return step
+
+
+@pytest.mark.parametrize("r", [9, [20, 0, 9, 3], [32, 16, 8, 4]], ids=str)
+@pytest.mark.parametrize("name", ["deit", "distilled", "mae", "dinov2_registers"])
+def test_token_pooling_is_itself_written_out(name, r):
+    model, handle = patched(name, "token_pooling", r)
+    model.double()
+    x = images(name).double()
+    prefix, host = handle.host.prefix, fresh(name).double()
+    for batch in (x, x[:1]):
+        with torch.no_grad(), handle.trace() as trace:
+            got = model(batch)
+        for image, scores, source, size in zip(batch, got, trace.sources[-1], trace.sizes[-1], strict=True):
+            with torch.no_grad():
+                expected, holds = by_hand.run(host, image, handle.plan, pooling(prefix))
+            torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
+            assert torch.equal(source, by_hand.source_of(holds, prefix, 64))
+            assert size.tolist() == [len(held) for held in holds]
+
+
+def test_gradients_are_those_written_out():
+    """They flow through the attention that weighs the mean, not through the choice of clusters."""
+    model, handle = patched("deit", "token_pooling", [20, 9, 5, 0])
+    model.double()
+    x = images("deit", batch=1).double()
+    _, grads = gradients(model, x)
+    host = fresh("deit").double()
+    out = by_hand.run(host, x[0], handle.plan, pooling(1))[0].unsqueeze(0)
+    (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
+    for key, parameter in host.named_parameters():
+        torch.testing.assert_close(
+            grads[key], parameter.grad, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+def test_what_nobody_looks_at_has_a_mean_too():
+    """Class attention of exactly 0 (logits far apart) must not become 0 / 0."""
+    model, _ = patched("deit", "token_pooling", 20)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[:64].mul_(40.0)
+        assert torch.isfinite(model(images("deit"))).all()
+
+
+@pytest.mark.parametrize("bad", [0, 2.5, True, None])
+def test_a_bad_option_is_refused_by_value(bad):
+    with pytest.raises(dtem.DtemError, match=f"iterations = {bad!r}"):
+        patched("deit", "token_pooling", iterations=bad)
+
+
+def test_proportional_attention_is_off_and_can_be_on():
+    x = images("deit")
+    with torch.no_grad():
+        off, on = (patched("deit", "token_pooling", **options)[0](x) for options in ({}, {"proportional": True}))
+    assert not patched("deit", "token_pooling")[1].method.proportional
+    assert not torch.allclose(off, on, atol=1e-3)
