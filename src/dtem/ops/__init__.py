@@ -6,10 +6,12 @@
 
 from dtem.ops.attention import attend, class_attention, log_size
 from dtem.ops.clustering import cluster, pool, pool_sizes
+from dtem.ops.density import density_peaks
 from dtem.ops.grouping import gumbel_group, row_mass, soft_group
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
 from dtem.ops.merging import SoftMerge, merge, soft_merge, take
 from dtem.ops.pruning import fuse, prune, pruned_source
+from dtem.ops.sampling import sample
 from dtem.ops.squeezing import find_hosts, squeeze
 from dtem.ops.unmerge import unmerge
 
@@ -21,6 +23,7 @@ __all__ = [
     "cluster",
     "compose",
     "cosine",
+    "density_peaks",
     "find_hosts",
     "fuse",
     "gumbel_group",
@@ -33,6 +36,7 @@ __all__ = [
     "prune",
     "pruned_source",
     "row_mass",
+    "sample",
     "sides",
     "soft_group",
     "soft_merge",

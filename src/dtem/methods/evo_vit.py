@@ -1,0 +1,142 @@
+"""Evo-ViT: compute informative patches in full (slow), update the others through one token that stands for them (fast).
+
+Xu et al., "Evo-ViT: Slow-Fast Token Evolution for Dynamic Vision Transformer", AAAI 2022,
+https://arxiv.org/abs/2108.01390. With g_i a running mean of the class token's attention to patch i:
+
+    slow:   the patches with the largest g_i go through the block
+    fast:   all others, the placeholders, are summarised as Σ g_i x_i / Σ g_i, a token that goes through the block with
+            the slow ones; what the block adds to it is added to every placeholder
+
+No patch is lost: after the block all of them stand where they stood. g is the attention of this block as long as every
+patch is computed, then g ← (1 − t) g + t·attention for the slow ones, t = 0.5; a placeholder keeps its g.
+
+r is how many more tokens a block and all later ones leave out: with R the sum of r so far, the block computes R tokens
+fewer (R + 1 placeholders, less the token that stands for them), in its attention and in its MLP. Who is slow is decided
+before the block, by what earlier blocks attended to; only in the first block, which has none before it, after its
+attention. It is decided anew in every block with r > 0, and at the start of every stage of 4 blocks. That covers both
+published ways: layer by layer, and by stages (`slow_share`: four blocks in full, then half of the patches).
+
+Where this departs from the published code: patches return to their places (there they stay sorted); the host's own
+head reads the tokens (there, the mean of all patches, with the class token's head in training only). For DeiT the code
+leaves the placeholders as they are: ``summary=False``.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dtem import ops
+from dtem.methods.base import Config, Method
+from dtem.methods.soft import check_count
+from dtem.ops.matching import positions
+from dtem.types import DtemError, Taps, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class EvoVitConfig(Config):
+    """Settings of Evo-ViT."""
+
+    proportional: bool | str | None = False
+    """Proportional attention, in which the summary counts as the patches that it stands for; Evo-ViT has none."""
+    summary: bool = True
+    """Update placeholders through the token that stands for them. False: leave them as they are."""
+    stage: int = 4
+    """Blocks of a stage: where one starts, slow patches are chosen anew."""
+    tradeoff: float = 0.5
+    """Weight of a block's own attention in the running mean."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.summary, bool):
+            raise DtemError(f"summary = {self.summary!r} must be True or False")
+        if self.stage is None:
+            raise DtemError("stage = None must be a whole number, 1 or more")
+        check_count("stage", self.stage)
+        if isinstance(self.tradeoff, bool) or not isinstance(self.tradeoff, int | float) or not 0 <= self.tradeoff <= 1:
+            raise DtemError(f"tradeoff = {self.tradeoff!r} must be a number from 0 to 1")
+
+
+class EvoVit(Method):
+    """Slow and fast updates by class attention. Nothing is trained.
+
+    In `Tokens.carry`: score (g), and once patches are set aside, kept and gone (which are slow, which are not) and back
+    (where each token stands in [kept, gone]); within a block also rest (the placeholders) and summary (their token as
+    it entered).
+    """
+
+    name: ClassVar[str] = "evo_vit"
+    needs: ClassVar[frozenset[str]] = frozenset({"class_token", "q", "k"})
+    restores: ClassVar[bool] = True
+    config_class: ClassVar[type[Config]] = EvoVitConfig
+    config: EvoVitConfig
+
+    def before(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        carry = tokens.carry
+        if "score" not in carry or not (r or "gone" in carry):
+            return tokens
+        return self._set_aside(tokens, r, renew=r > 0 or layer % self.config.stage == 0)
+
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)  # (b, n)
+        carry = tokens.carry
+        if "rest" in carry:
+            kept, t = carry["kept"], self.config.tradeoff
+            slow = (1 - t) * carry["score"].gather(1, kept) + t * attention[:, : kept.shape[1]]
+            return tokens.replace(carry={**carry, "score": carry["score"].scatter(1, kept, slow)})
+        tokens = tokens.replace(carry={**carry, "score": attention})
+        return self._set_aside(tokens, r, renew=True) if r else tokens
+
+    def after(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        carry = tokens.carry
+        if "rest" not in carry:
+            return tokens
+        x, rest = tokens.x, carry["rest"]
+        if self.config.summary:
+            x, rest = x[:, :-1], rest + (x[:, -1:] - carry["summary"])
+        x = ops.take(torch.cat([x, rest], dim=1), carry["back"])
+        carry = {name: carry[name] for name in ("score", "kept", "gone", "back")}
+        return tokens.replace(x=x, size=_ones(x), carry=carry)
+
+    def _set_aside(self, tokens: Tokens, r: int, renew: bool) -> Tokens:
+        """Leave the slow patches, and the token that stands for all others."""
+        x, carry, summary = tokens.x, tokens.carry, self.config.summary
+        score = carry["score"]
+        if renew:
+            aside = carry["gone"].shape[1] + r if "gone" in carry else r + summary
+            kept, gone = ops.prune(score, aside, self.host.prefix)
+            order = torch.cat([kept, gone], dim=1)
+            back = torch.empty_like(order).scatter(1, order, positions(x.shape[0], x.shape[1], x.device))
+            carry = {**carry, "kept": kept, "gone": gone, "back": back}
+        kept, gone = carry["kept"], carry["gone"]
+        carry = {**carry, "rest": ops.take(x, gone)}
+        x = ops.take(x, kept)
+        size = _ones(x)
+        if summary:
+            weight = score.gather(1, gone).clamp(min=torch.finfo(score.dtype).tiny)
+            weight = weight / weight.sum(dim=1, keepdim=True)
+            carry["summary"] = weight.unsqueeze(1).to(x.dtype) @ carry["rest"]
+            x = torch.cat([x, carry["summary"]], dim=1)
+            size = torch.nn.functional.pad(size, (0, 1), value=float(gone.shape[1]))
+        return tokens.replace(x=x, size=size, carry=carry)
+
+
+def _ones(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n"]:
+    return torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
+
+
+def slow_share(share: float, patches: int, depth: int = 12, first: int = 4) -> tuple[int, ...]:
+    """Evo-ViT's own schedule as one r per block: from block `first` on (counted from 0; published: the 5th), compute
+    ⌊share · patches⌋ patches, the one that stands for the others included. A schedule takes at most half of the patches
+    in a block, so shares below 0.5 are not met.
+
+    Example:
+        >>> dtem.patch(model, "evo_vit", r=slow_share(0.5, patches=196))
+    """
+    if not 0 < share <= 1:
+        raise DtemError(f"share {share} is outside 0 … 1")
+    if not 0 <= first < depth:
+        raise DtemError(f"block {first} is not among the {depth} blocks 0 … {depth - 1}")
+    return tuple(patches - int(share * patches) if layer == first else 0 for layer in range(depth))
