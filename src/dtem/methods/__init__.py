@@ -8,9 +8,11 @@ from dtem.types import DtemError
 METHODS = {
     "ats": "dtem.methods.ats:Ats",
     "bat": "dtem.methods.bat:Bat",
+    "diffrate": "dtem.methods.diffrate:DiffRate",
     "dtem": "dtem.methods.dtem:Dtem",
     "dtem_no_prop": "dtem.methods.dtem_no_prop:DtemNoProp",
     "etps": "dtem.methods.tps:Etps",
+    "dynamicvit": "dtem.methods.dynamicvit:DynamicVit",
     "evit": "dtem.methods.evit:Evit",
     "evo_vit": "dtem.methods.evo_vit:EvoVit",
     "patch_merger": "dtem.methods.patch_merger:PatchMerger",

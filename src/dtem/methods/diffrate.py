@@ -1,0 +1,260 @@
+"""DiffRate: prune and merge in every block, at rates that are learned.
+
+Chen et al., "DiffRate: Differentiable Compression Rate for Efficient Vision Transformers", ICCV 2023,
+https://arxiv.org/abs/2305.17997. After a block's attention, patches are ranked by the class token's attention (mean
+over heads). The last ones are pruned; the last of the rest are merged, each into the most similar (cosine of features)
+of those that stay: the plain mean of their features, and to the size is added the merged size times that similarity.
+
+*Rates.* Every block has two distributions over candidate counts of patches: p over how many to keep when pruning, p'
+when merging. Their means, rounded up and never more than is left, are the counts used. A patch of rank i is kept with
+probability Σ p(counts above i), and its mask, 1 or 0, has the gradient of that probability (straight through). In
+training all patches stay, and attention to one counts as often as its mask says. The loss λ (GFLOPs of the learned
+counts − budget)² draws the rates to the budget; nothing else but the rates is trained.
+
+Here the *schedule* is the budget: soft mode learns rates that cost what the schedule r would cost (r = 16, 2.5G, …).
+What was learned is then a schedule too: ``handle.r = "learned"``; training ends with that, and adapter files keep it.
+At inference any schedule serves: r tokens of a block are split into pruned and merged in the learned proportion; before
+training that is about half and half, and ``"learned"`` is about the same r in every block.
+
+Where this departs from the published method:
+
+* Rates start from counts that fall evenly over the blocks, as broad as such a mean allows (there: uniform, half of the
+  patches in every block). The first block learns as the others do (there it keeps everything).
+* No block removes more than half of its patches: the rule of all schedules here. (Published schedules of class-token
+  models drop nearly all in the last block, where only its MLP sees it; `shortcut` has that gain here.)
+* The budget counts blocks with MLPs four times as wide as the model, whatever the host's are, in both plans alike.
+* A similarity below 0 adds 0 to a size; sizes are the same in training and at inference (there: at least 1 is added in
+  training). A dropped patch may attend to itself there, which changes no output.
+
+The published learning rate of the rates is 0.01.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dtem import ops
+from dtem.methods.base import Config, Method, full_size
+from dtem.methods.soft import check_positive, is_count
+from dtem.ops.matching import full_precision, positions
+from dtem.types import SIZE_FLOOR, DtemError, HostSpec, Taps, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffRateConfig(Config):
+    """Settings of DiffRate."""
+
+    proportional: bool | str | None = True
+    """Proportional attention, on for every host as published. True, False, "train" or None."""
+    step: int = 4
+    """Candidate counts are so many patches apart."""
+    flops_weight: float = 5.0
+    """λ of the budget loss, which is in GFLOPs squared."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_count(self.step):
+            raise DtemError(f"step = {self.step!r} must be a whole number, 1 or more")
+        check_positive("flops_weight", self.flops_weight)
+
+
+class DiffRate(Method):
+    """Pruning and merging by class attention, with learned rates."""
+
+    name: ClassVar[str] = "diffrate"
+    needs: ClassVar[frozenset[str]] = frozenset({"class_token", "q", "k"})
+    config_class: ClassVar[type[Config]] = DiffRateConfig
+    config: DiffRateConfig
+    keeps_mass = False
+
+    def __init__(self, host: HostSpec, config: DiffRateConfig) -> None:
+        super().__init__(host, config)
+        blocks = torch.arange(host.depth, dtype=torch.float64)
+        counts = torch.arange(host.patches, 0, -config.step, dtype=torch.float64)
+
+        def start(done: Tensor) -> nn.Parameter:
+            """Flat, since optimisers here decay whatever has rows and columns."""
+            return nn.Parameter(tilted(counts, host.patches * (1 - done / (host.depth + 1))).float().flatten())
+
+        self.prune = start(blocks + 0.5)
+        """Logits of the candidate counts, block by block."""
+        self.merge = start(blocks + 1.0)
+
+    def can_relax(self) -> bool:
+        return True
+
+    def schedule(self) -> tuple[int, ...]:
+        return tuple(pruned + merged for pruned, merged in self.rates())
+
+    @torch.no_grad()
+    def rates(self) -> tuple[tuple[int, int], ...]:
+        """How many patches each block prunes and merges by what was learned, at the host's own image size."""
+        if self.prune.is_meta:
+            raise DtemError("a model without weights (device meta) has learned no rates; give r as numbers")
+        counts = stepwise(self._expected(self.host.patches)[1], self.host.patches)
+        left, plan = counts.new_tensor(self.host.patches), []
+        for count, share in zip(counts[:, 1], pruned_share(counts, self.host.patches), strict=True):
+            middle, after = split(left, count, share)
+            plan.append((int(left - middle), int(middle - after)))
+            left = after
+        return tuple(plan)
+
+    def _expected(self, patches: int) -> tuple[Float[Tensor, "2 l k"], Float[Tensor, "l 2"]]:
+        """Probabilities of the candidate counts, and the mean counts of every block: pruning, then merging."""
+        logits = torch.stack([self.prune, self.merge]).view(2, self.host.depth, -1)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        with full_precision(logits.device):
+            chance = logits.softmax(dim=-1)
+            return chance, (chance @ self._counts(patches, chance)).mT
+
+    def _counts(self, patches: int, like: Tensor) -> Float[Tensor, " k"]:
+        """The candidates, for an image of so many patches."""
+        counts = torch.arange(self.host.patches, 0, -self.config.step, dtype=like.dtype, device=like.device)
+        return counts * (patches / self.host.patches)
+
+    def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
+        if not self.soft or self.proportional:
+            return super().bias(tokens)  # in soft mode, masks are part of the sizes
+        keep = tokens.carry.get("keep")
+        return None if keep is None else ops.log_size(self._padded(keep + SIZE_FLOOR))
+
+    def _padded(self, value: Float[Tensor, "b p"]) -> Float[Tensor, "b n"]:
+        return nn.functional.pad(value, (self.host.prefix, 0), value=1.0)
+
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        if r == 0 and not self.soft:
+            return tokens
+        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)  # (b, n)
+        return self._mask(layer, tokens, attention, r) if self.soft else self._drop(layer, tokens, attention, r)
+
+    def _drop(self, layer: int, tokens: Tokens, attention: Float[Tensor, "b n"], r: int) -> Tokens:
+        """The hard step. How many of the r are pruned is a number on the device: only r decides shapes."""
+        prefix = self.host.prefix
+        share = tokens.carry.get("share")
+        if share is None:
+            patches = self.host.patches
+            share = pruned_share(stepwise(self._expected(patches)[1].detach(), patches), patches)
+        kept, gone = ops.prune(attention, r, prefix)
+        merged = positions(1, r, gone.device) < r - (share[layer] * r).round()  # (1, r): the best of those that go
+        x, lost = ops.take(tokens.x, kept), ops.take(tokens.x, gone)
+        near, into = most_similar(lost, x[:, prefix:])
+        size = full_size(tokens)
+        extra = merged * near.clamp(min=0.0).to(size.dtype) * size.gather(1, gone)
+        new_size = size.gather(1, kept).scatter_add(1, into + prefix, extra)
+        weight = merged.expand_as(into).to(x.dtype)
+        count = torch.ones_like(x[..., 0]).scatter_add(1, into + prefix, weight)
+        rows = (into + prefix).unsqueeze(-1).expand_as(lost)
+        x = x.scatter_add(1, rows, weight.unsqueeze(-1) * lost) / count.unsqueeze(-1)
+        source = tokens.source
+        if source is not None:
+            step = ops.pruned_source(kept, gone, -1).scatter(1, gone, torch.where(merged, into + prefix, -1))
+            source = ops.compose(source, step)
+        return tokens.replace(x=x, size=new_size, source=source, carry={**tokens.carry, "share": share})
+
+    def _mask(self, layer: int, tokens: Tokens, attention: Float[Tensor, "b n"], r: int) -> Tokens:
+        """The soft step: what is pruned or merged stays, masked. The schedule's r only adds to the budget."""
+        prefix = self.host.prefix
+        x, score = tokens.x[:, prefix:], attention[:, prefix:].detach()
+        patches = x.shape[1]
+        chance, expected = self._expected(patches)
+        carry = tokens.carry or self._begin(score, expected)
+        keep, size, left = carry["keep"], carry["size"], carry["left"]
+
+        middle, after = split(left.detach(), carry["counts"][layer, 1], carry["share"][layer])
+        order = torch.sort(score.masked_fill(keep == 0, -1.0), dim=1, descending=True, stable=True).indices
+        rank = order.argsort(dim=1)
+        above = self._counts(patches, chance).unsqueeze(1) > positions(1, patches, x.device)  # (k, p)
+        held = chance[:, layer] @ above.to(chance.dtype)  # (2, p): probability that a rank is kept
+        held = (held - held.detach()).to(score.dtype)
+        gone = rank >= left
+        keep = keep * (((rank < middle) | gone) + held[0][rank])
+        keep = keep * (((rank < after) | (rank >= middle)) + held[1][rank])
+
+        near, into = most_similar(x, x, rank < after)
+        moves = ((rank >= after) & (rank < middle)).to(size.dtype)
+        flow = nn.functional.one_hot(into, patches).to(size.dtype) * moves.unsqueeze(-1)  # (b, p, p): i goes into j
+        size = size + (flow * (near.clamp(min=0.0) * size).unsqueeze(-1)).sum(dim=1)
+        x = (x + flow.mT.to(x.dtype) @ x) / (1.0 + flow.sum(dim=1)).to(x.dtype).unsqueeze(-1)
+
+        pushed = expected[layer].sum()  # both rates answer for the count
+        new_left = after + (pushed - pushed.detach())
+        allowed = carry["allowed"]
+        over = carry["over"] + self._cost(left, new_left) - self._cost(allowed, allowed - r)
+        carry = {**carry, "keep": keep, "size": size, "left": new_left, "allowed": allowed - r, "over": over}
+        whole = torch.cat([tokens.x[:, :prefix], x], dim=1)
+        return tokens.replace(x=whole, size=self._padded(keep * size + SIZE_FLOOR), source=None, carry=carry)
+
+    def _begin(self, like: Float[Tensor, "b p"], expected: Float[Tensor, "l 2"]) -> dict[str, Tensor]:
+        """What soft steps hand on: masks and sizes of patches; the counts to reach; patches left by the learned rates
+        and by the schedule; and the GFLOPs by which the first cost more so far."""
+        patches = like.shape[1]
+        counts = stepwise(expected.detach(), patches)
+        left = counts.new_tensor(patches)
+        ones = torch.ones_like(like)
+        share = pruned_share(counts, patches)
+        return {
+            "keep": ones,
+            "size": ones,
+            "counts": counts,
+            "share": share,
+            "left": left,
+            "allowed": left,
+            "over": 0 * left,
+        }
+
+    def _cost(self, before: Tensor, after: Tensor) -> Tensor:
+        """GFLOPs of a block that attends to `before` patches and hands `after` to its MLP."""
+        width, n, m = self.host.width, before + self.host.prefix, after + self.host.prefix
+        return (4 * n * width + 2 * n * n + 8 * m * width) * (width / 1e9)
+
+    def losses(self, tokens: Tokens) -> dict[str, Tensor]:
+        over = tokens.carry.get("over")
+        return {} if over is None else {"flops": self.config.flops_weight * over.square()}
+
+
+def tilted(counts: Float[Tensor, " k"], mean: Float[Tensor, " l"]) -> Float[Tensor, "l k"]:
+    """Logits a·counts, one row per mean, such that softmax has that mean: the broadest distributions that do."""
+    scaled = counts / counts.max()
+    low, high = torch.full_like(mean, -64.0), torch.full_like(mean, 64.0)
+    for _ in range(60):
+        a = (low + high) / 2
+        less = (a.unsqueeze(1) * scaled).softmax(dim=1) @ counts < mean
+        low, high = torch.where(less, a, low), torch.where(less, high, a)
+    return low.unsqueeze(1) * scaled
+
+
+def stepwise(expected: Float[Tensor, "l 2"], patches: int) -> Float[Tensor, "l 2"]:
+    """Whole counts, rounded up, none above what the step before it left."""
+    return (expected - 1e-4).ceil().clamp(1, patches).flatten().cummin(dim=0).values.view_as(expected)
+
+
+def pruned_share(counts: Float[Tensor, "l 2"], patches: int) -> Float[Tensor, " l"]:
+    """The part of what each block removes that is pruned, not merged; a half where it removes nothing."""
+    before = nn.functional.pad(counts[:-1, 1], (1, 0), value=float(patches))
+    removed = before - counts[:, 1]
+    return torch.where(removed > 0, (before - counts[:, 0]) / removed.clamp(min=1.0), 0.5)
+
+
+def split(left: Tensor, count: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Patches after pruning and after merging: down to `count`, but by no more than half."""
+    after = torch.maximum(torch.minimum(left, count), left - (left / 2).floor())
+    return left - (share * (left - after)).round(), after
+
+
+@torch.no_grad()
+def most_similar(
+    x: Float[Tensor, "b i c"], others: Float[Tensor, "b j c"], allowed: Tensor | None = None
+) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
+    """The largest cosine of each token with `others` (those `allowed`), and which one that is."""
+    with full_precision(x.device):
+        x, others = (part if part.dtype == torch.float64 else part.float() for part in (x, others))
+        x, others = (nn.functional.normalize(part, dim=-1) for part in (x, others))
+        cosine = x @ others.mT
+        if allowed is not None:
+            cosine = cosine.masked_fill(~allowed.unsqueeze(1), -torch.inf)
+        near, into = cosine.max(dim=-1)
+        return near, into
