@@ -60,6 +60,11 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Settings under which a method promises something else: on FEW hosts they go through the suite as methods do."""
 
+EVERY_BLOCK: dict[str, Callable[[int], dict[str, object]]] = {
+    "dynamicvit": lambda depth: {"stages": tuple(range(depth))},
+}
+"""By the number of blocks, the settings of methods that otherwise reduce in a few blocks only: clauses use them all."""
+
 FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 """Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
 
@@ -141,6 +146,8 @@ def patched(name: str, method: str, r: object = R, **options: object) -> tuple[n
 def patch(model: nn.Module, method: str, r: object = R, **options: object) -> dtem.Handle:
     """`dtem.patch`, with the name of a method or of a variant."""
     real, settings = VARIANTS.get(method, (method, {}))
+    if real in EVERY_BLOCK:
+        settings = {**EVERY_BLOCK[real](len(model.blocks)), **settings}
     return dtem.patch(model, real, r, **{**settings, **options})
 
 
