@@ -61,6 +61,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 """Settings under which a method promises something else: on FEW hosts they go through the suite as methods do."""
 
 EVERY_BLOCK: dict[str, Callable[[int], dict[str, object]]] = {
+    "dtps": lambda depth: {"stages": tuple(range(depth))},
     "dynamicvit": lambda depth: {"stages": tuple(range(depth))},
 }
 """By the number of blocks, the settings of methods that otherwise reduce in a few blocks only: clauses use them all."""

@@ -17,10 +17,10 @@ def merging(queries, prefix):
         normed = [(x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() for x in patches]
         new, groups, taken = list(states[:prefix]), [[index] for index in range(prefix)], set()
         for query in matrix[: len(patches) - r]:
-            logits = torch.stack([query @ x for x in normed])
+            logits = torch.stack(normed) @ query
             share = (logits - logits.max()).exp()
             share = share / share.sum()
-            new.append(sum(part * x for part, x in zip(share, patches, strict=True)))
+            new.append(share @ torch.stack(patches))
             best = int(share.argmax())
             groups.append([] if best in taken else [prefix + best])
             taken.add(best)
@@ -36,8 +36,8 @@ def soften(handle):
             parameter.mul_(0.2)
 
 
-@pytest.mark.parametrize("r", [9, [20, 0, 9, 3], [32, 16, 8, 4]], ids=str)
-@pytest.mark.parametrize("name", ["deit", "distilled", "mae", "dinov2_registers"])
+@pytest.mark.parametrize("r", [9, [32, 0, 9, 3]], ids=str)
+@pytest.mark.parametrize("name", ["distilled", "mae", "dinov2_registers"])
 def test_patch_merger_is_itself_written_out(name, r):
     model, handle = patched(name, "patch_merger", r)
     soften(handle)

@@ -11,6 +11,7 @@ METHODS = {
     "diffrate": "dtem.methods.diffrate:DiffRate",
     "dtem": "dtem.methods.dtem:Dtem",
     "dtem_no_prop": "dtem.methods.dtem_no_prop:DtemNoProp",
+    "dtps": "dtem.methods.tps:Dtps",
     "dynamicvit": "dtem.methods.dynamicvit:DynamicVit",
     "etps": "dtem.methods.tps:Etps",
     "evit": "dtem.methods.evit:Evit",

@@ -16,12 +16,13 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from dtem import ops
 from dtem.methods.base import Config, Method, full_size
-from dtem.types import Taps, Tokens
+from dtem.methods.dynamicvit import DynamicVit
+from dtem.types import SIZE_FLOOR, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,42 @@ class Etps(Method):
             return tokens
         attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)
         return squeeze_pruned(tokens, *ops.prune(attention, r, self.host.prefix), self.host.prefix)
+
+
+class Dtps(DynamicVit):
+    """Pruning by trained predictors before a few blocks, with squeezing."""
+
+    name: ClassVar[str] = "dtps"
+    keeps_mass = True
+
+    def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
+        """In training, sizes are those of inference, and 0 for what is masked: attention is to see the masks alone."""
+        if tokens.size is None or not self.soft:
+            return None
+        return ops.log_size(tokens.size / tokens.size.detach().clamp(min=1.0))
+
+    def before(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        if r == 0 or self.soft:
+            return super().before(layer, tokens, r)
+        prefix = self.host.prefix
+        score = self.predictors[str(layer)](tokens.x[:, prefix:], None)
+        kept, gone = ops.prune(nn.functional.pad(score, (prefix, 0)), r, prefix)
+        return squeeze_pruned(tokens, kept, gone, prefix)
+
+    def _mask(self, predictor: nn.Module, layer: int, tokens: Tokens, r: int) -> Tokens:
+        """As in DynamicViT, and those that are masked now are squeezed into those that are not. The gradient of the
+        masks flows through the mixture too: what would a token give, were it pruned?"""
+        masked = super()._mask(predictor, layer, tokens, r)
+        prefix, earlier, keep = self.host.prefix, tokens.carry.get("keep"), masked.carry["keep"]
+        guest = (1.0 if earlier is None else earlier) - keep
+        patches, stays = tokens.x[:, prefix:], keep.detach() > 0
+        others = ~torch.eye(patches.shape[1], dtype=torch.bool, device=keep.device)
+        cosine, host = ops.find_hosts(patches, patches, stays.unsqueeze(1) & others)
+        x = torch.cat([tokens.x[:, :prefix], ops.squeeze(patches, patches, cosine, host, guest)], dim=1)
+        had = full_size(tokens)[:, prefix:].detach().round()
+        holds = torch.where(stays, had.scatter_add(1, host, had * guest.detach().to(had.dtype)), 1.0)
+        size = nn.functional.pad(keep * holds + SIZE_FLOOR, (prefix, 0), value=1.0)
+        return masked.replace(x=x, size=size)
 
 
 def squeeze_pruned(tokens: Tokens, kept: Int[Tensor, "b k"], gone: Int[Tensor, "b r"], prefix: int) -> Tokens:

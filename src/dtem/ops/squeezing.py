@@ -9,7 +9,7 @@ becomes a softmax-weighted mean, over itself (at cosine 1) and its guests:
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dtem.ops.matching import full_precision
@@ -17,15 +17,16 @@ from dtem.ops.merging import flat
 
 
 def find_hosts(
-    guests: Float[Tensor, "b r c"], hosts: Float[Tensor, "b k c"]
+    guests: Float[Tensor, "b r c"], hosts: Float[Tensor, "b k c"], allowed: Bool[Tensor, "b r k"] | None = None
 ) -> tuple[Float[Tensor, "b r"], Int[Tensor, "b r"]]:
     """The cosine of each guest with the host that it is most like, with gradient, and which one that is.
 
-    In float32 (float64 stays).
+    Where `allowed` leaves a guest no host, its cosine is −inf. In float32 (float64 stays).
     """
     with full_precision(guests.device):
         guests, hosts = (_unit(x) for x in (guests, hosts))
-        best, host = torch.bmm(guests, hosts.mT).max(dim=2)
+        cosine = torch.bmm(guests, hosts.mT)
+        best, host = (cosine if allowed is None else cosine.masked_fill(~allowed, -torch.inf)).max(dim=2)
         return best, host
 
 
@@ -40,11 +41,15 @@ def squeeze(
     guests: Float[Tensor, "b r c"],
     cosine: Float[Tensor, "b r"],
     host: Int[Tensor, "b r"],
+    present: Float[Tensor, "b r"] | None = None,
 ) -> Float[Tensor, "b k c"]:
-    """Every host mixed with its guests, written as a correction: x_host + Σ_i w_i (x_i − x_host) / Σ w."""
+    """Every host mixed with its guests, written as a correction: x_host + Σ_i w_i (x_i − x_host) / Σ w.
+
+    In training, where nobody leaves, `present` (0 or 1, with gradient) says which of the guests really are guests.
+    """
     batch, kept, width = hosts.shape
     index = flat(host, kept)
-    weight = cosine.exp().reshape(-1)
+    weight = (cosine.exp() if present is None else cosine.exp() * present).reshape(-1)
     total = torch.full((batch * kept,), math.e, dtype=weight.dtype, device=weight.device).index_add(0, index, weight)
     share = (weight / total.index_select(0, index)).to(hosts.dtype).unsqueeze(1)
     rows = hosts.reshape(-1, width)
