@@ -17,7 +17,7 @@ QUICK = {
     "bench": ["bench", "test_vit", "--r", "0,8", "--batch", "1,2", "--rounds", "2", "--warmup", "0"],
     "models": ["models"],
 }
-ELSEWHERE = {"demo", "eval", "train"}  # each in a file of its own
+ELSEWHERE = {"compare", "demo", "eval", "train"}  # each in a file of its own
 
 
 @pytest.fixture

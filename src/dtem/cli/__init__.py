@@ -18,6 +18,7 @@ VERBS = {
     "bench": "dtem.cli.bench",
     "train": "dtem.cli.train",
     "eval": "dtem.cli.evaluate",
+    "compare": "dtem.cli.compare",
     "models": "dtem.cli.models",
     "demo": "dtem.cli.demo",
 }

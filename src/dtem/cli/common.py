@@ -21,7 +21,9 @@ CONVENTIONS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that every verb on a model takes."""
     parser.add_argument("model", metavar="MODEL", help="timm name, e.g. deit_small_patch16_224")
-    parser.add_argument("--method", metavar="NAME", help="default dtem (untrained it merges as tome does); docs/methods.md has them all")
+    parser.add_argument(
+        "--method", metavar="NAME", help="default dtem (untrained it merges as tome does); docs/methods.md has them all"
+    )
     parser.add_argument("--adapter", metavar="FILE_OR_NAME", help="trained embeddings: a file, hub id or shipped name")
     parser.add_argument("--img-size", metavar="N", help="image size where it is not the model's own: 384 or 224x320")
     parser.add_argument("--pool", choices=("token", "avg", "map"), help="how the head reads tokens (MAE: avg)")

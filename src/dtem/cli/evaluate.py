@@ -11,7 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtem.cli import common, outcome_tables
 from dtem.cli.contenders import REFERENCE, UNMERGED, Contender, contestants, merged
@@ -35,6 +35,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this verb."""
+    add_shared_arguments(parser)
+    add = parser.add_argument
+    add("--method", metavar="LIST", default=REFERENCE, help="with commas; default %(default)s, and those of --adapter")
+    add(
+        "--r",
+        metavar="LIST",
+        default="8,13,16",
+        help="tokens merged per block, as in `dtem flops`; default %(default)s",
+    )
+    add("--compare", metavar="FILE", nargs=2, help="compare two files of --out (second minus first); nothing is run")
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every verb that evaluates: the model, the images, and what to keep."""
     add = parser.add_argument
     add("--model", metavar="NAME", help="timm name, e.g. deit_tiny_patch16_224")
     add("--weights", metavar="FILE", help="of the host: a .safetensors or torch file; default: timm's own (downloaded)")
@@ -43,19 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pool", choices=("token", "avg", "map"), help="how the head reads tokens (MAE: avg)")
     add("--shortcut", action="store_true", help="last block: compute the class token only (exact)")
     add("--data", metavar="SPEC", help="folder with one folder per class, in the model's order, or timm:…, hf:…, wds:…")
-    add("--method", metavar="LIST", default=REFERENCE, help="with commas; default %(default)s, and those of --adapter")
     add(
         "--adapter",
         metavar="[LABEL=]FILE",
         action="append",
         default=[],
         help="trained embeddings: a file, hub id or shipped name; several with a label each",
-    )
-    add(
-        "--r",
-        metavar="LIST",
-        default="8,13,16",
-        help="tokens merged per block, as in `dtem flops`; default %(default)s",
     )
     add("--batch", metavar="N", type=int, default=64, help="images per forward; default %(default)s")
     add("--workers", metavar="N", type=int, default=0, help="processes that decode; default: this one alone")
@@ -69,13 +76,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", metavar="DIR", help="keep every image's outcome, one file per method and r, and record.json")
     add("--plot", metavar="FILE", help="draw accuracy against GFLOPs: .png, .svg or .pdf")
-    add("--compare", metavar="FILE", nargs=2, help="compare two files of --out (second minus first); nothing is run")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print, keep."""
     if args.compare is not None:
         return _compare(args)
+    found = measure(args)
+    common.show(args, found.document, *outcome_tables.draw(found.document))
+    keep(args, found.document, found.outcomes)  # last: a file that cannot be written does not cost the numbers
+    return 0
+
+
+class Measured(NamedTuple):
+    """What an evaluation found, and who took part."""
+
+    document: dict[str, Any]
+    outcomes: dict[str, "Outcomes"]
+    contenders: list[Contender]
+    models: list["nn.Module"]
+
+
+def measure(args: argparse.Namespace) -> Measured:
+    """Run every contender that the options name on every image."""
     import torch
 
     from dtem import adapters
@@ -115,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         outcomes = evaluate.compete(forwards, loader, args.device, dtype, advance, args.limit)
     document = {
         "model": args.model,
+        "image": list(spec.image),
         "data": record.plain_command(["", args.data])[1],
         "images": len(outcomes[UNMERGED]),
         "left_out": {"images": left_out, "listed": {label: len(names) for label, names in lists.items() if names}},
@@ -126,9 +150,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": [row(contender, outcomes) for contender in contenders],
         f"against_{REFERENCE}": against(contenders, outcomes),
     }
-    common.show(args, document, *outcome_tables.draw(document))
-    _keep(args, document, outcomes)  # last: a file that cannot be written does not cost the numbers
-    return 0
+    return Measured(document, outcomes, contenders, models)
 
 
 def row(contender: Contender, outcomes: Mapping[str, "Outcomes"]) -> dict[str, Any]:
@@ -212,7 +234,8 @@ def _transform(host: "nn.Module", image: tuple[int, int, int]) -> dict[str, Any]
     return dict(resolve_data_config({"input_size": image}, model=host))  # type: ignore[no-untyped-call]
 
 
-def _keep(args: argparse.Namespace, document: Mapping[str, Any], outcomes: Mapping[str, "Outcomes"]) -> None:
+def keep(args: argparse.Namespace, document: Mapping[str, Any], outcomes: Mapping[str, "Outcomes"]) -> None:
+    """Write what --out and --plot ask for."""
     from dtem.measure import record
     from dtem.visualise import curves
 
@@ -220,7 +243,9 @@ def _keep(args: argparse.Namespace, document: Mapping[str, Any], outcomes: Mappi
         for name, own in outcomes.items():
             own.save(Path(args.out, f"{name}.safetensors"))
         hashed = record.data_hash(args.data) if Path(args.data).is_dir() else None
-        kept = record.collect("eval", document, seed=0, data=hashed, command=args.command)
+        kept = record.collect(
+            NAME if "budgets" not in document else "compare", document, seed=0, data=hashed, command=args.command
+        )
         record.save(kept, Path(args.out, "record.json"))
     if args.plot is not None:
         base, *rows = document["rows"]
