@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 import dtem
-from contract.hosts import R, every, fresh, gradients, images, lively, patched, vit
+from contract.hosts import R, every, fresh, gradients, images, lively, patch, patched, vit
 from dtem.methods import METHODS
 
 
@@ -66,7 +66,7 @@ LAST_OF_A_PLAIN_HOST = ["attn.proj", "mlp.fc2", "mlp"]
 def test_a_hook_fires_and_what_it_sees_stays(build, name, method, grad):
     """Every submodule that merging passes through answers to hooks, and its output is not written over later."""
     model = build().eval()
-    dtem.patch(model, method, R)
+    patch(model, method, R)
     x, seen = images("deit"), []
 
     def keep(module, args, out):
@@ -100,7 +100,7 @@ def test_a_hook_may_replace_what_it_sees(method):
 def test_half_precision(name, method, dtype):
     model, handle = patched(name, method)
     exact = fresh(name)
-    dtem.patch(exact, method, R)
+    patch(exact, method, R)
     x = images(name)
     model.to(dtype)
     with torch.no_grad(), handle.trace() as trace:
