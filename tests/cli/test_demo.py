@@ -66,7 +66,7 @@ def test_the_shipped_model(run: Run, tmp_path: Path) -> None:
     assert not {"script", "link", "iframe", "img"} & {element.tag for element in elements}
     links = [value for e in elements for name, value in e.attrib.items() if name.endswith(("href", "src"))]
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in links)
-    assert sum(link.startswith("data:") for link in links) == demo_page.SHOWN * 2 * 5
+    assert sum(link.startswith("data:") for link in links) == demo_page.SHOWN * 2 * 5  # the image and four blocks
     assert not re.search(r"@import|https?://(?!www\.w3\.org/)", html)
 
 
@@ -145,6 +145,12 @@ def test_images_that_tell_the_methods_apart_are_shown_first() -> None:
     assert chosen[:3] == [7, 9, 3]
     assert len(set(chosen)) == demo_page.SHOWN
     assert demo_page._chosen(outcomes(set()), outcomes(set())) == [0, 5, 10, 15, 20, 25]
+
+
+def test_pictures_are_of_blocks_that_merged_much() -> None:
+    assert demo_page._blocks([180, 147, 100, 98, 20, 10], 196) == {1: 147, 3: 98, 4: 20}
+    assert demo_page._blocks([40, 10], 196) == {0: 40, 1: 10}
+    assert demo_page._blocks([190, 184], 196) == {1: 184}
 
 
 @pytest.mark.parametrize(

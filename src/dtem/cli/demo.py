@@ -29,6 +29,9 @@ examples:
   dtem demo --seconds 300 --r 8,16,24 --out longer.html
   dtem demo --model deit_tiny_patch16_224 --weights deit_tiny.pth --data imagenet/val
 """
+# Which r to compare at, and which to train at. On digits, most of an image is empty: up to 24 merging costs nothing.
+DIGITS = ("8,16,32,48", "48")
+OWN = ("8,13,16", "16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bound = parser.add_mutually_exclusive_group()
     bound.add_argument("--seconds", metavar="S", type=float, default=65.0, help="to train for; default %(default)s")
     bound.add_argument("--steps", metavar="N", type=int, help="steps to train for, instead: the same on every machine")
-    add("--r", metavar="LIST", default="8,13,16,20", help="tokens merged per block, several; default %(default)s")
-    add("--train-r", metavar="R", default="16", help="tokens merged per block in training; default %(default)s")
+    add("--r", metavar="LIST", help=f"tokens merged per block, several with commas; default {DIGITS[0]}, own: {OWN[0]}")
+    add("--train-r", metavar="R", help=f"tokens merged per block in training; default {DIGITS[1]}, own: {OWN[1]}")
     add("--rate", metavar="X", type=float, default=1e-3, help="learning rate; default %(default)s")
     add("--batch", metavar="N", type=int, default=32, help="images per step; default %(default)s")
     add("--images", metavar="N", type=int, default=1000, help="held-out images to compare on; default %(default)s")
@@ -69,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from dtem.visualise import curves
 
     _check(args)
+    r, train_r = OWN if args.model else DIGITS
+    args.r, args.train_r = args.r or r, args.train_r or train_r
     specs = common.schedules(args.r)
     curves.check()
     torch.manual_seed(args.seed)
