@@ -212,8 +212,8 @@ def test_folder(saved: Path) -> None:
 
 def test_shipped_name(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = saved.parent / "package"
-    (package / "pretrained").mkdir(parents=True)
-    shutil.copy(saved, package / "pretrained" / "tiny-vit.safetensors")
+    (package / "pretrained" / "adapters").mkdir(parents=True)
+    shutil.copy(saved, package / "pretrained" / "adapters" / "tiny-vit.safetensors")
     monkeypatch.setattr(storage.resources, "files", lambda name: package)
     assert torch.equal(run(dtem.from_pretrained("tiny-vit", tiny()).model), run(trained().model))
     with pytest.raises(dtem.DtemError, match="shipped: tiny-vit"):

@@ -248,7 +248,7 @@ def locate(source: Source, revision: str | None) -> Path:
 
 def _shipped() -> dict[str, Path]:
     """Adapters inside the package, by name."""
-    folder = Path(str(resources.files("dtem"))) / "pretrained"
+    folder = Path(str(resources.files("dtem"))) / "pretrained" / "adapters"
     return {path.stem: path for path in folder.glob("*.safetensors")}
 
 
