@@ -83,8 +83,8 @@ def pooling(prefix):
     return step
 
 
-@pytest.mark.parametrize("r", [9, [20, 0, 9, 3], [32, 16, 8, 4]], ids=str)
-@pytest.mark.parametrize("name", ["deit", "distilled", "mae", "dinov2_registers"])
+@pytest.mark.parametrize("r", [9, [32, 0, 9, 3]], ids=str)
+@pytest.mark.parametrize("name", ["distilled", "mae", "dinov2_registers"])
 def test_token_pooling_is_itself_written_out(name, r):
     model, handle = patched(name, "token_pooling", r)
     model.double()
