@@ -115,9 +115,9 @@ class EvoVit(Method):
         x = ops.take(x, kept)
         size = _ones(x)
         if summary:
-            weight = score.gather(1, gone).clamp(min=torch.finfo(score.dtype).tiny)
-            weight = weight / weight.sum(dim=1, keepdim=True)
-            carry["summary"] = weight.unsqueeze(1).to(x.dtype) @ carry["rest"]
+            weight = score.clamp(min=torch.finfo(score.dtype).tiny)
+            weight = weight / weight.gather(1, gone).sum(dim=1, keepdim=True)
+            carry["summary"] = ops.fuse(tokens.x, weight, gone)
             x = torch.cat([x, carry["summary"]], dim=1)
             size = torch.nn.functional.pad(size, (0, 1), value=float(gone.shape[1]))
         return tokens.replace(x=x, size=size, carry=carry)
