@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/dtem demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not hub"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu and not hub"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow"
@@ -31,7 +31,7 @@ test-slow: setup
 test-oldest: setup
 	$(PYTHON) -m venv $(OLD)
 	$(UV) --python $(OLD)/bin/python -c constraints-oldest.txt -e ".[dev]"
-	$(OLD)/bin/python -m pytest -m contract -W default
+	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n auto --dist loadfile -m contract -W default
 
 quality: setup
 	$(BIN)/ruff check .
