@@ -25,7 +25,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.types import SIZE_FLOOR, DtemError, HostSpec, Taps, Tokens
+
+#: Size of a token that is masked in training: a little above the floor, under which `ops.log_size` has no gradient. The
+#: mask m of a token enters attention as m + MASKED; so what a token would add if it were kept is known at m = 0 too.
+MASKED = 2 * SIZE_FLOOR
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,10 +37,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.methods.base import Config, Method, full_size
+from dtem.methods.base import MASKED, Config, Method, full_size
 from dtem.methods.soft import check_positive, is_count
 from dtem.ops.matching import full_precision, positions
-from dtem.types import SIZE_FLOOR, DtemError, HostSpec, Taps, Tokens
+from dtem.types import DtemError, HostSpec, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class DiffRate(Method):
         if not self.soft or self.proportional:
             return super().bias(tokens)  # in soft mode, masks are part of the sizes
         keep = tokens.carry.get("keep")
-        return None if keep is None else ops.log_size(self._padded(keep + SIZE_FLOOR))
+        return None if keep is None else ops.log_size(self._padded(keep + MASKED))
 
     def _padded(self, value: Float[Tensor, "b p"]) -> Float[Tensor, "b n"]:
         return nn.functional.pad(value, (self.host.prefix, 0), value=1.0)
@@ -186,7 +186,7 @@ class DiffRate(Method):
         over = carry["over"] + self._cost(left, new_left) - self._cost(allowed, allowed - r)
         carry = {**carry, "keep": keep, "size": size, "left": new_left, "allowed": allowed - r, "over": over}
         whole = torch.cat([tokens.x[:, :prefix], x], dim=1)
-        return tokens.replace(x=whole, size=self._padded(keep * size + SIZE_FLOOR), source=None, carry=carry)
+        return tokens.replace(x=whole, size=self._padded(keep * size + MASKED), source=None, carry=carry)
 
     def _begin(self, like: Float[Tensor, "b p"], expected: Float[Tensor, "l 2"]) -> dict[str, Tensor]:
         """What soft steps hand on: masks and sizes of patches; the counts to reach; patches left by the learned rates

@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.methods.base import Config, Method, full_size
+from dtem.methods.base import MASKED, Config, Method, full_size
 from dtem.methods.soft import check_positive
 from dtem.types import SIZE_FLOOR, DtemError, HostSpec, Tokens
 
@@ -147,7 +147,7 @@ class DynamicVit(Method):
         keep = drawn if keep is None else drawn * keep
         left = (score.new_tensor(patches.shape[1]) if left is None else left) - r
         miss = (keep.mean(dim=1) - left / patches.shape[1]).square().mean()
-        size = nn.functional.pad(keep + SIZE_FLOOR, (self.host.prefix, 0), value=1.0)
+        size = nn.functional.pad(keep + MASKED, (self.host.prefix, 0), value=1.0)
         carry = {**tokens.carry, "keep": keep, "left": left, f"miss {layer}": miss}
         return tokens.replace(size=size, carry=carry)
 
