@@ -12,7 +12,9 @@ import dtem
 from contract.hosts import fresh, gradients, images, lively, patched, vit
 from dtem import ops
 from dtem.measure import flops
+from dtem.methods.base import MASKED
 from dtem.methods.evit import keep_rate
+from dtem.types import Tokens
 
 
 def squeeze(states, gone, prefix):
@@ -155,6 +157,21 @@ def test_the_predictors_learn_through_the_mixture_too(monkeypatch):
         assert torch.isfinite(gradient).all()
         assert gradient.abs().max() > 0
     assert (through[key] - cut[key]).abs().max() > 1e-3 * cut[key].abs().max()
+
+
+def test_attention_sees_masks_not_sizes():
+    """A masked token weighs almost nothing, yet its mask has the gradient that it would have in e^logit · mask."""
+    _, handle = patched("deit", "dtps")
+    handle.mode = "soft"
+    keep = torch.tensor([[1.0, 1.0, 0.0]], requires_grad=True)
+    sizes = keep * torch.tensor([[1.0, 5.0, 1.0]]) + MASKED
+    bias = handle.method.bias(Tokens(torch.zeros(1, 3, 4), sizes))
+    torch.testing.assert_close(bias[0, :2], torch.zeros(2), rtol=0, atol=1e-5)
+    assert bias[0, 2] < -12
+    (gradient,) = torch.autograd.grad(bias.exp().sum(), keep)
+    torch.testing.assert_close(gradient, torch.ones(1, 3), rtol=0, atol=1e-4)
+    handle.mode = "hard"
+    assert handle.method.bias(Tokens(torch.zeros(1, 3, 4), sizes)) is None
 
 
 def test_nobody_is_left_to_take_a_token_in():

@@ -66,7 +66,9 @@ class PatchMerger(Method):
         if r == 0:
             return tokens
         x, prefix, source = tokens.x, self.host.prefix, tokens.source
-        patches, queries = x[:, prefix:], self.queries.get_parameter(f"{layer}.weight")
+        layer_queries = self.queries[layer]
+        assert isinstance(layer_queries, nn.Linear)
+        patches, queries = x[:, prefix:], layer_queries.weight
         left = patches.shape[1] - r
         if left > queries.shape[0]:
             raise DtemError(

@@ -20,9 +20,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.methods.base import Config, Method, full_size
+from dtem.methods.base import MASKED, Config, Method, full_size
 from dtem.methods.dynamicvit import DynamicVit
-from dtem.types import SIZE_FLOOR, Taps, Tokens
+from dtem.types import Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Dtps(DynamicVit):
         x = torch.cat([tokens.x[:, :prefix], ops.squeeze(patches, patches, cosine, host, guest)], dim=1)
         had = full_size(tokens)[:, prefix:].detach().round()
         holds = torch.where(stays, had.scatter_add(1, host, had * guest.detach().to(had.dtype)), 1.0)
-        size = nn.functional.pad(keep * holds + SIZE_FLOOR, (prefix, 0), value=1.0)
+        size = nn.functional.pad(keep * holds + MASKED, (prefix, 0), value=1.0)
         return masked.replace(x=x, size=size)
 
 
