@@ -16,7 +16,7 @@ def cluster(x: Float[Tensor, "b n c"], weight: Float[Tensor, "b n"], count: int,
     medoid of each cluster becomes the member with the smallest Σ w_i ‖x_i − x_m‖² over the cluster. Ties go to the
     lower index. No gradient.
     """
-    distance = _squared_distances(x.detach())
+    distance = squared_distances(x.detach())
     pull = distance * weight.detach().to(distance.dtype).unsqueeze(2)  # (b, i, m): what i costs if m is its medoid
     start = torch.sort(weight.detach(), dim=1, descending=True, stable=True).indices[:, :count]
     medoid = start.sort(dim=1).values
@@ -39,15 +39,16 @@ def _nearest(
     return to_medoids.argmin(dim=2).scatter(1, medoid, number)
 
 
-def _squared_distances(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n n"]:
-    """In float32 (float64 stays), from the tokens' mean, so that what they have in common costs no precision."""
+def squared_distances(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n n"]:
+    """Of every two tokens, in float32 (float64 stays); from their mean, so that what all share costs no precision."""
     with full_precision(x.device):
         if x.dtype != torch.float64:
             x = x.float()
         x = x - x.mean(dim=1, keepdim=True)
         square = x.square().sum(dim=2)
         product = torch.bmm(x, x.mT)
-        return (square.unsqueeze(2) + square.unsqueeze(1) - 2.0 * product).clamp(min=0.0)
+        distance = (square.unsqueeze(2) + square.unsqueeze(1) - 2.0 * product).clamp(min=0.0)
+        return distance.masked_fill(torch.eye(x.shape[1], dtype=torch.bool, device=x.device), 0.0)
 
 
 def pool(

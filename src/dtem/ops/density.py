@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dtem.ops.clustering import squared_distances
 from dtem.ops.matching import full_precision, positions
 from dtem.types import DtemError
 
@@ -23,7 +24,7 @@ def density_peaks(x: Float[Tensor, "b n c"], clusters: int, neighbours: int = 5)
     if neighbours < 1:
         raise DtemError(f"neighbours = {neighbours} must be at least 1")
     with torch.no_grad(), full_precision(x.device):
-        square = _squared_distances(x if x.dtype == torch.float64 else x.float()) / width
+        square = squared_distances(x) / width
         sparse = square.topk(min(neighbours, tokens), dim=2, largest=False).values.mean(dim=2)  # −log ρ
         rank = torch.sort(sparse, dim=1, stable=True).indices
         place = torch.empty_like(rank).scatter(1, rank, positions(batch, tokens, x.device))  # densest first
@@ -34,10 +35,3 @@ def density_peaks(x: Float[Tensor, "b n c"], clusters: int, neighbours: int = 5)
         centres = torch.sort(score, dim=1, descending=True, stable=True).indices[:, :clusters].sort(dim=1).values
         to_centre = square.gather(1, centres.unsqueeze(2).expand(-1, -1, tokens))
         return to_centre.argmin(dim=1).scatter(1, centres, positions(batch, clusters, x.device))
-
-
-def _squared_distances(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n n"]:
-    x = x - x.mean(dim=1, keepdim=True)  # what all tokens share would cost precision
-    norm = x.square().sum(dim=2)
-    square = norm.unsqueeze(1) + norm.unsqueeze(2) - 2.0 * (x @ x.mT)
-    return square.clamp(min=0.0).masked_fill(torch.eye(x.shape[1], dtype=torch.bool, device=x.device), 0.0)
