@@ -148,7 +148,7 @@ def test_images_that_tell_the_methods_apart_are_shown_first() -> None:
 
 
 def test_pictures_are_of_blocks_that_merged_much() -> None:
-    assert demo_page._blocks([180, 147, 100, 98, 20, 10], 196) == {1: 147, 3: 98, 4: 20}
+    assert demo_page._blocks([180, 147, 100, 98, 20, 10], 196) == {1: 147, 3: 98, 4: 20, 5: 10}
     assert demo_page._blocks([40, 10], 196) == {0: 40, 1: 10}
     assert demo_page._blocks([190, 184], 196) == {1: 184}
 
