@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtem import schedule
-from dtem.schedule import Budget, Constant, Inflected, PerLayer, Ratio
+from dtem.schedule import Budget, Constant, Inflected, Learned, PerLayer, Ratio
 from dtem.types import DtemError
 
 FORMS = [
@@ -21,6 +21,7 @@ FORMS = [
     (0.125, "12.5%", Ratio(0.125)),
     (0.3, "0.3", Ratio(0.3)),
     ("2.5G", "2.5g", Budget(2.5)),
+    ("learned", " learned ", Learned()),
 ]
 
 
@@ -246,3 +247,29 @@ def test_an_impossible_budget_is_refused_by_name() -> None:
 def test_an_unsolved_budget_has_no_plan() -> None:
     with pytest.raises(DtemError, match=r"2\.5G must be solved"):
         schedule.resolve(Budget(2.5), 196, 12)
+
+
+def test_a_learned_schedule_has_no_plan_without_its_method() -> None:
+    schedule.check(Learned(), 64, 4)
+    with pytest.raises(DtemError, match="asked of its method"):
+        schedule.resolve(Learned(), 64, 4)
+
+
+@pytest.mark.parametrize(("spec", "block"), [(8, 0), ("20%", 0), ([0, 4, 4, 0], 2), ((4, 1.0), 2)])
+def test_tokens_removed_outside_the_stages_are_refused(spec: object, block: int) -> None:
+    with pytest.raises(DtemError, match=rf"block {block}, .*blocks 1, 3 only.*0/8/0/8"):
+        schedule.check(schedule.parse(spec), 64, 4, (1, 3))
+
+
+@pytest.mark.parametrize("spec", [0, [0, 4, 0, 9], "2.5G", "learned"])
+def test_stages_allow_the_rest(spec: object) -> None:
+    schedule.check(schedule.parse(spec), 64, 4, (1, 3))
+
+
+def test_a_budget_can_be_spent_in_some_blocks_only() -> None:
+    def cost(plan: tuple[int, ...]) -> float:
+        return 100.0 - sum(plan)
+
+    assert Budget(91.0).solve(64, 4, cost, at=(3, 1)).values == (0, 5, 0, 4)
+    with pytest.raises(DtemError, match="cannot be met"):
+        Budget(51.0).solve(64, 4, cost, at=(1, 3))  # 32 and then 16 are the most
