@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md"]
+PAGES = [HERE.parent / page for page in ("README.md", "docs/benchmarks.md", "docs/training.md")]
 NAMES = {"deit_tiny_patch16_224": "DeiT-T", "deit_small_patch16_224": "DeiT-S"}
 
 
@@ -70,6 +70,15 @@ def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def training_step(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["model", "batch", "r", "unmerged, frozen", "soft", "cost"]]
+    for base, soft in zip(rows[::2], rows[1::2], strict=True):
+        times = [f"{row['seconds']:.2f} s" for row in (base, soft)]
+        cost = f"{1 / soft['speedup']['median']:.2f} ×"
+        table.append([NAMES[base["model"]], str(base["batch"]), str(base["r"]), *times, cost])
+    return table
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]] = {
     "speed": ("speed", speed),
     "speed-short": ("speed", speed_short),
@@ -77,6 +86,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]]
     "attention": ("attention", attention),
     "projection": ("projection", projection),
     "operations": ("operations", operations),
+    "training-step": ("training_step", training_step),
 }
 
 

@@ -15,7 +15,7 @@ def test_tables_are_in_step_with_the_records():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/training.md"])
 def test_pages_have_tables_to_check(page):
     assert "<!-- table: " in (ROOT / page).read_text()
 
