@@ -4,6 +4,7 @@ What differs from one such method to the next is the metric by which tokens are 
 """
 
 import dataclasses
+from abc import abstractmethod
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -64,9 +65,9 @@ class SoftMethod(Method):
     config_class: ClassVar[type[Config]] = SoftConfig
     config: SoftConfig
 
+    @abstractmethod
     def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
         """What tokens are compared by (cosine)."""
-        raise NotImplementedError
 
     def edges(self, similarity: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
         """Soft adjacency of the A and B tokens for r merges."""
