@@ -28,7 +28,7 @@ examples:
   dtem models                                       what is supported, and the paper's models
   dtem flops deit_small_patch16_224 --r 0,8,16      what merging saves, counted
   dtem bench deit_small_patch16_224 --r 8,16        what merging saves, timed
-  dtem demo                                         see it work, offline, in a minute
+  dtem demo                                         see it work, offline, in two minutes
 
 `dtem VERB --help` explains each; with --json, stdout holds one JSON document and nothing else.
 """
