@@ -1,7 +1,7 @@
 """Train the merging policy of a model (and, end-to-end, the model too).
 
-By default only the embeddings learn: a few minutes and a few thousand images bring most of the gain, and with --loss
-distill the images need no labels. A run lives in --out; the same command again goes on where it was stopped.
+By default only the embeddings learn, which a few thousand images and some minutes on a CPU allow; with --loss distill
+the images need no labels. A run lives in --out; the same command again goes on where it was stopped.
 """
 
 import argparse
