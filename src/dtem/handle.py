@@ -34,7 +34,7 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
         )
     adapter = adapters.find(model)
     host = adapter.describe(model)
-    cls = methods.find(method)
+    cls = methods.find(method, host.dense)
     missing = cls.needs - adapter.provides - host.provides
     if missing:
         listed = ", ".join(sorted(missing))
@@ -109,7 +109,9 @@ class Handle:
         schedule, soft = self.merger.schedule, self.method.soft
         self.method.soft = False
         try:
-            return budget.solve(self.host.patches, self.host.depth, self._gflops, self.method.stages)
+            return budget.solve(
+                self.host.patches, self.host.depth, self._gflops, self.method.stages, self.method.afresh
+            )
         finally:
             self.merger.schedule, self.method.soft = schedule, soft
 

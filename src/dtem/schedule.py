@@ -116,10 +116,12 @@ class Budget:
         depth: int,
         cost: Callable[[tuple[int, ...]], float],
         at: Collection[int] | None = None,
+        afresh: bool = False,
     ) -> PerLayer:
         """The mildest plan within the budget: r in every block (of those `at`), and one more in the first few.
 
         `cost` gives the GFLOPs of a plan. Plans are ordered by tokens removed, so that bisection finds the first.
+        `afresh` as in `clamp`.
         """
         most = patches // 2
         blocks = sorted(range(depth) if at is None else at)
@@ -127,7 +129,7 @@ class Budget:
         def plan(total: int) -> tuple[int, ...]:
             every, extra = divmod(total, len(blocks))
             wanted = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
-            return clamp([wanted.get(layer, 0) for layer in range(depth)], patches)
+            return clamp([wanted.get(layer, 0) for layer in range(depth)], patches, afresh)
 
         low, high = 0, most * len(blocks)
         if cost(plan(high)) > self.gflops:
@@ -199,23 +201,26 @@ def _parse_text(text: str) -> Schedule:
         raise DtemError(f"r = {text!r} is not a schedule; write one of: {FORMS}") from None
 
 
-def clamp(wanted: Sequence[float], patches: int) -> tuple[int, ...]:
-    """One whole r per block, none more than half of the patches that are left. Fractions are shares of what is left."""
+def clamp(wanted: Sequence[float], patches: int, afresh: bool = False) -> tuple[int, ...]:
+    """One whole r per block, none more than half of the patches that are left. Fractions are shares of what is left.
+
+    `afresh`: every block brings its tokens back, so all patches are left at each.
+    """
     plan = []
     for want in wanted:
         r = min(want if isinstance(want, int) else int(want * patches), patches // 2)
         plan.append(r)
-        patches -= r
+        patches -= 0 if afresh else r
     return tuple(plan)
 
 
-def resolve(schedule: Schedule, patches: int, depth: int) -> tuple[int, ...]:
-    """The r of every block for an image of `patches` patches."""
+def resolve(schedule: Schedule, patches: int, depth: int, afresh: bool = False) -> tuple[int, ...]:
+    """The r of every block for an image of `patches` patches. `afresh` as in `clamp`."""
     if isinstance(schedule, Budget):
         raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
     if isinstance(schedule, Learned):
         raise DtemError("a learned schedule must be asked of its method first (dtem.patch does that)")
-    return clamp(schedule.wanted(depth), patches)
+    return clamp(schedule.wanted(depth), patches, afresh)
 
 
 def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | None = None) -> None:

@@ -198,7 +198,7 @@ def _check_host(saved: Header, here: Header) -> None:
 
 def _shapes(method: str, host: HostSpec, options: Mapping[str, Any]) -> Shapes:
     """Shape of every trained part, and whether it holds floats. Built without memory: a file may name any width."""
-    cls = methods.find(method)
+    cls = methods.find(method, host.dense)
     try:
         with torch.device("meta"):
             state = cls.create(host, options).state_dict()

@@ -76,13 +76,19 @@ class HostSpec:
     patches: int
     """Patches at the host's own image size; other sizes are met when they come."""
     pooling: str
-    """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``."""
+    """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``; ``dense``
+    where every patch is read in its place."""
     image: tuple[int, int, int] = field(default=(3, 224, 224), compare=False)
     """Channels, height and width of the input."""
     masked: bool = field(default=False, compare=False)
     """Whether the weights come from masked pre-training (MAE): there, proportional attention does harm at inference."""
     class_token: bool = field(default=True, compare=False)
     """Whether the first prefix token, if there is one, is a class token: False where all of them are registers."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether every patch must be there at the end: then merging is undone after each component of a block."""
+        return self.pooling == "dense"
 
     @property
     def provides(self) -> frozenset[str]:

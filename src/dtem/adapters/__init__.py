@@ -11,6 +11,10 @@ from dtem.types import DtemError
 ADAPTERS = {
     "timm_vit": "dtem.adapters.timm_vit:TimmVit",
 }
+ORIGINS = {
+    "timm_vit": "timm",
+}
+"""The module that the models of a family come from."""
 
 
 def load(family: str) -> Adapter:
@@ -26,8 +30,7 @@ def find(model: nn.Module) -> Adapter:
         raise DtemError(f"{model!r} is a {type(model).__name__}, not a model (torch.nn.Module)")
     supported = []
     for family in ADAPTERS:
-        library = family.split("_")[0]
-        if library in sys.modules:
+        if ORIGINS[family] in sys.modules:
             adapter = load(family)
             reason = adapter.refusal(model)
             if reason is None:

@@ -41,7 +41,7 @@ class Merger(nn.Module):
     def plan(self, patches: int) -> tuple[int, ...]:
         """r of every block for an image of `patches` patches."""
         resolve = schedules.resolve if torch.compiler.is_compiling() else _resolve_once
-        return resolve(self.schedule, patches, self.method.host.depth)
+        return resolve(self.schedule, patches, self.method.host.depth, self.method.afresh)
 
 
 _resolve_once = functools.lru_cache(maxsize=1024)(schedules.resolve)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import Attention, Mlp
+from timm.layers import Attention
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dtem import ops
 from dtem.adapters import lean
 from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, finish, run_block
-from dtem.adapters.lean import Lean
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.adapters.timm_block import attention, last_attention, mlp, usable
+from dtem.types import DtemError, HostSpec, Tokens
 
 POOLING = {"token": "prefix", "avg": "mean", "avgmax": "avgmax", "max": "max", "map": "attention", "": "none"}
 
@@ -85,79 +85,6 @@ def _head_mean_keys(attn: Attention) -> tuple[Tensor, Tensor | None]:
     weight = attn.qkv.weight.unflatten(0, heads)[1].mean(dim=0)
     bias = None if attn.qkv.bias is None else attn.qkv.bias.unflatten(0, heads)[1].mean(dim=0)
     return weight, bias
-
-
-def attention(block: Block, space: Lean | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
-    """The block's attention half, through its own submodules."""
-    attn = block.attn
-    h = block.norm1(x)
-    batch, count, _ = h.shape
-    qkv = attn.qkv(h) if space is None else space.linear(attn.qkv, h)
-    q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
-    y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
-    return _attention_residual(block, space, x, h, y), Taps(h, q, k, v, attn.scale)
-
-
-def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The attention half for the prefix tokens only: all that a class-token head reads of the last block."""
-    attn = block.attn
-    h = block.norm1(x)
-    batch, count, _ = h.shape
-    split = attn.num_heads * attn.head_dim
-    weight, qkv_bias = attn.qkv.weight, attn.qkv.bias
-    q_bias, kv_bias = (None, None) if qkv_bias is None else (qkv_bias[:split], qkv_bias[split:])
-    q = nn.functional.linear(h[:, :prefix], weight[:split], q_bias)
-    kv = nn.functional.linear(h, weight[split:], kv_bias)
-    q = q.view(batch, prefix, attn.num_heads, attn.head_dim).transpose(1, 2)
-    k, v = kv.view(batch, count, 2, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, _dropout(attn))
-    y = y.transpose(1, 2).reshape(batch, prefix, -1)
-    return _attention_residual(block, None, x[:, :prefix], h[:, :prefix], y)
-
-
-def _attention_residual(block: Block, space: Lean | None, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
-    """What follows the heads: inner norm and gate where the host has them, projection, layer scale, drop path."""
-    attn = block.attn
-    y = _call(attn.norm, y)
-    if getattr(attn, "gate", None) is not None:
-        y = y * attn.gate(h).sigmoid()
-    after = (attn.proj_drop, block.ls1, block.drop_path1)
-    if space is not None and all(map(lean.idle, after)):
-        return space.residual(x, attn.proj, y)
-    return x + _chain(after, attn.proj(y))
-
-
-def mlp(block: Block, space: Lean | None, x: Tensor) -> Tensor:
-    """The block's MLP half."""
-    inner, h = block.mlp, block.norm2(x)
-    if space is None or type(inner) is not Mlp or type(inner.act) is not nn.GELU:
-        return x + _call(block.drop_path2, _call(block.ls2, inner(h)))
-    h = torch.ops.aten.gelu_(space.linear(inner.fc1, h), approximate=inner.act.approximate)
-    h = _chain((inner.drop1, inner.norm), h)
-    after = (inner.drop2, block.ls2, block.drop_path2)
-    return space.residual(x, inner.fc2, h) if all(map(lean.idle, after)) else x + _chain(after, inner.fc2(h))
-
-
-def _call(module: nn.Module, x: Tensor) -> Tensor:
-    return x if lean.idle(module) else module(x)
-
-
-def _chain(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    return functools.reduce(lambda x, module: _call(module, x), modules, x)
-
-
-def _space(block: Block, space: Lean | None) -> Lean | None:
-    """`space` if nobody looks at what would be overwritten or left out in this block."""
-    if space is None:
-        return None
-    a, m = block.attn, block.mlp
-    watched = (a.qkv, a.proj, a.proj_drop, block.ls1, block.drop_path1, m, block.ls2, block.drop_path2)
-    return None if lean.hooked(*watched, *m.children()) else space
-
-
-def _dropout(attn: Attention) -> float:
-    return attn.attn_drop.p if attn.training else 0.0
 
 
 class _Merging:
@@ -270,7 +197,7 @@ class _Merging:
             source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
         tokens = Tokens(x, source=source)
         for layer, (block, r) in enumerate(zip(self.blocks[:blocks], self.dtem.plan(patches), strict=False)):
-            space = _space(block, memory)
+            space = usable(block, memory)
             step = functools.partial(
                 run_block,
                 method,

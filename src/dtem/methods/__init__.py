@@ -23,14 +23,22 @@ METHODS = {
     "tome_soft": "dtem.methods.tome_soft:TomeSoft",
 }
 
+DENSE = {
+    "dtem": "dtem.methods.dense:DenseDtem",
+    "tome": "dtem.methods.dense:DenseTome",
+}
+"""The form that a method takes where every patch must be there at the end (segmentation)."""
 
-def find(name: str) -> type[Method]:
-    """The method class called `name`."""
+
+def find(name: str, dense: bool = False) -> type[Method]:
+    """The method class called `name`, or its form for dense prediction."""
     if name not in METHODS:
         raise DtemError(f"method {name!r} is not known; choose one of: {', '.join(sorted(METHODS))}")
-    module, cls = METHODS[name].split(":")
+    if dense and name not in DENSE:
+        raise DtemError(f"method {name!r} has no form for dense prediction; choose one of: {', '.join(sorted(DENSE))}")
+    module, cls = (DENSE if dense else METHODS)[name].split(":")
     method: type[Method] = getattr(importlib.import_module(module), cls)
     return method
 
 
-__all__ = ["METHODS", "Method", "find"]
+__all__ = ["DENSE", "METHODS", "Method", "find"]

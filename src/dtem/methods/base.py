@@ -57,6 +57,8 @@ class Method(nn.Module):
     restores: ClassVar[bool] = False
     """Whether what a block sets aside is back after it, in its place: then every token is left at the end, and r is how
     many more the block and all later ones leave out of their computation."""
+    afresh: ClassVar[bool] = False
+    """Whether every block starts with all tokens again: r then counts from all patches in each."""
     config_class: ClassVar[type[Config]] = Config
 
     def __init__(self, host: HostSpec, config: Config) -> None:

@@ -1,0 +1,116 @@
+"""The two halves of timm's plain block, through the host's own submodules.
+
+`attention` and `mlp` take x and give it back with the residual added; `attention_alone` and `mlp_alone` take what
+is normalised already, and leave the residual to the caller.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from timm.layers import Attention, Mlp
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from dtem import ops
+from dtem.adapters import lean
+from dtem.adapters.lean import Lean
+from dtem.types import Taps
+
+
+def attention(block: Block, space: Lean | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
+    """The block's attention half."""
+    y, taps = _heads(block.attn, space, block.norm1(x), bias)
+    return _after_heads(block, space, x, taps.input, y), taps
+
+
+def attention_alone(block: Block, space: Lean | None, h: Tensor, bias: Tensor | None) -> Tensor:
+    """What attention adds to the residual."""
+    y, _ = _heads(block.attn, space, h, bias)
+    return _after_heads(block, space, None, h, y)
+
+
+def _heads(attn: Attention, space: Lean | None, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
+    """What the heads say, side by side."""
+    batch, count, _ = h.shape
+    qkv = attn.qkv(h) if space is None else space.linear(attn.qkv, h)
+    q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
+    y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
+    return y, Taps(h, q, k, v, attn.scale)
+
+
+def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The attention half for the prefix tokens only: all that a class-token head reads of the last block."""
+    attn = block.attn
+    h = block.norm1(x)
+    batch, count, _ = h.shape
+    split = attn.num_heads * attn.head_dim
+    weight, qkv_bias = attn.qkv.weight, attn.qkv.bias
+    q_bias, kv_bias = (None, None) if qkv_bias is None else (qkv_bias[:split], qkv_bias[split:])
+    q = nn.functional.linear(h[:, :prefix], weight[:split], q_bias)
+    kv = nn.functional.linear(h, weight[split:], kv_bias)
+    q = q.view(batch, prefix, attn.num_heads, attn.head_dim).transpose(1, 2)
+    k, v = kv.view(batch, count, 2, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, _dropout(attn))
+    y = y.transpose(1, 2).reshape(batch, prefix, -1)
+    return _after_heads(block, None, x[:, :prefix], h[:, :prefix], y)
+
+
+def _after_heads(block: Block, space: Lean | None, x: Tensor | None, h: Tensor, y: Tensor) -> Tensor:
+    """What follows the heads: inner norm and gate where the host has them, projection, layer scale, drop path."""
+    attn = block.attn
+    y = _call(attn.norm, y)
+    if getattr(attn, "gate", None) is not None:
+        y = y * attn.gate(h).sigmoid()
+    after = (attn.proj_drop, block.ls1, block.drop_path1)
+    if space is not None and x is not None and all(map(lean.idle, after)):
+        return space.residual(x, attn.proj, y)
+    return _plus(x, _chain(after, attn.proj(y)))
+
+
+def mlp(block: Block, space: Lean | None, x: Tensor) -> Tensor:
+    """The block's MLP half."""
+    return _mlp(block, space, x, block.norm2(x))
+
+
+def mlp_alone(block: Block, space: Lean | None, h: Tensor) -> Tensor:
+    """What the MLP adds to the residual."""
+    return _mlp(block, space, None, h)
+
+
+def _mlp(block: Block, space: Lean | None, x: Tensor | None, h: Tensor) -> Tensor:
+    inner = block.mlp
+    if space is None or type(inner) is not Mlp or type(inner.act) is not nn.GELU:
+        return _plus(x, _call(block.drop_path2, _call(block.ls2, inner(h))))
+    h = torch.ops.aten.gelu_(space.linear(inner.fc1, h), approximate=inner.act.approximate)
+    h = _chain((inner.drop1, inner.norm), h)
+    after = (inner.drop2, block.ls2, block.drop_path2)
+    if x is not None and all(map(lean.idle, after)):
+        return space.residual(x, inner.fc2, h)
+    return _plus(x, _chain(after, inner.fc2(h)))
+
+
+def _plus(x: Tensor | None, y: Tensor) -> Tensor:
+    return y if x is None else x + y
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    return x if lean.idle(module) else module(x)
+
+
+def _chain(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return functools.reduce(lambda x, module: _call(module, x), modules, x)
+
+
+def usable(block: Block, space: Lean | None) -> Lean | None:
+    """`space` if nobody looks at what would be overwritten or left out in this block."""
+    if space is None:
+        return None
+    a, m = block.attn, block.mlp
+    watched = (a.qkv, a.proj, a.proj_drop, block.ls1, block.drop_path1, m, block.ls2, block.drop_path2)
+    return None if lean.hooked(*watched, *m.children()) else space
+
+
+def _dropout(attn: Attention) -> float:
+    return attn.attn_drop.p if attn.training else 0.0
