@@ -90,6 +90,32 @@ def test_svg_has_the_colours_and_the_borders() -> None:
     assert paths[2]["d"] == "M0 1h1" + "M1 1v1"
 
 
+def test_dropped_patches_are_dimmed_and_hatched_and_share_no_colour() -> None:
+    image = np.array([[100, 200, 50, 90]], dtype=np.uint8).repeat(12, axis=0).repeat(12, axis=1)
+    drawn = np.asarray(groups.draw_groups(image, [-1, -1, 4, 4], (1, 4), scale=1, line=RED))
+    for y in range(12):
+        for x in range(48):
+            colour = drawn[y, x].tolist()
+            if x in (23, 24):  # where dropped patches meet the others; between the two dropped ones there is no line
+                assert colour == list(RED)
+            elif x > 24:
+                assert colour == [70] * 3  # (50 + 90) / 2, neither dimmed nor hatched
+            elif (x + y) % groups.STRIDE == 0:
+                assert colour == list(groups.HATCH)
+            else:
+                assert colour == [30 if x < 12 else 60] * 3  # 0.3 of its own brightness, not of the two's mean
+
+
+def test_svg_shows_dropped_patches() -> None:
+    root = ElementTree.fromstring(groups.groups_svg(grey_image(), [-1, 7, -1, 7], (2, 2), line=RED))
+    paths = [element.attrib for element in root]
+    dim = {"#030303": "M0 0h1v1h-1z", "#090909": "M0 1h1v1h-1z"}  # 0.3 of 10 and of 30
+    assert {path["fill"]: path["d"] for path in paths[:2]} == dim
+    assert (paths[2]["fill"], paths[3]["stroke"]) == ("#1e1e1e", "#969696")  # the mean of 20 and 41; the hatching
+    assert paths[3]["d"] == "M0 1l1 -1" + "M0 2l1 -1"
+    assert paths[4]["d"] == "M1 0v1" + "M1 1v1"
+
+
 def test_figure_holds_the_pictures_and_their_captions() -> None:
     pictures = [[Image.new("RGB", (3, 3), BLACK), Image.new("RGB", (3, 3), WHITE)]]
     root = ElementTree.fromstring(groups.figure(pictures, ["a < b"], ["block 1", "block 2"]))

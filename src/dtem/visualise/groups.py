@@ -1,6 +1,8 @@
 """Pictures of what was merged: the patches that share a token share their mean colour, with a line around them.
+Patches that were dropped are dimmed and hatched.
 
-The map of a picture comes from `handle.trace()`: ``trace.sources[block][image]`` says which token holds each patch.
+The map of a picture comes from `handle.trace()`: ``trace.sources[block][image]`` says which token holds each patch,
+−1 if it was dropped.
 """
 
 import base64
@@ -18,15 +20,23 @@ from dtem.types import DtemError
 _PATCH = 12
 """Pixels that a patch has at least in a picture: room for the lines."""
 LINE = (230, 60, 40)
+DIM, HATCH, STRIDE = 0.3, (150, 150, 150), 6
+"""A dropped patch keeps so much of its brightness, under diagonal lines of that colour, so many pixels apart."""
 
 
 class _Groups(NamedTuple):
     label: NDArray[np.intp]
-    """(gh, gw): group of each patch, from 0."""
+    """(gh, gw): group of each patch, from 0. Dropped patches come first, each a group of its own."""
     colour: NDArray[np.uint8]
-    """(groups, 3): mean colour of each group."""
+    """(groups, 3): mean colour of each group, dimmed where it was dropped."""
+    dropped: int
+    """How many of the groups are dropped patches."""
     patch: tuple[int, int]
     """Height and width of a patch in pixels of the image."""
+
+    def outline(self) -> NDArray[np.intp]:
+        """(gh, gw): labels that differ where a border runs; between dropped patches there is none."""
+        return np.maximum(self.label, self.dropped - 1)
 
 
 def draw_groups(
@@ -37,11 +47,11 @@ def draw_groups(
     scale: int | None = None,
     line: tuple[int, int, int] | None = LINE,
 ) -> Image.Image:
-    """Paint each group of patches in its mean colour and draw its border.
+    """Paint each group of patches in its mean colour and draw its border. Dropped patches are dimmed and hatched.
 
     Args:
         image: PIL image, or array (h, w), (h, w, 1) or (h, w, 3): bytes, or floats from 0 to 1.
-        source: (p,) index of the token that holds each patch, row by row.
+        source: (p,) index of the token that holds each patch, row by row; −1: the patch was dropped.
         grid: patches from top to bottom, and from left to right.
         scale: pixels of the picture per pixel of the image; None: as many as the lines need.
         line: colour of the borders, which are one pixel on either side of where groups meet; None: no borders.
@@ -49,10 +59,13 @@ def draw_groups(
     groups = _groups(image, source, grid)
     high, wide = groups.patch
     scale = scale or _scale(groups.patch)
-    label = groups.label.repeat(high * scale, axis=0).repeat(wide * scale, axis=1)
+    label, outline = (
+        part.repeat(high * scale, axis=0).repeat(wide * scale, axis=1) for part in (groups.label, groups.outline())
+    )
     picture = groups.colour[label]
+    picture[(label < groups.dropped) & (np.add(*np.indices(label.shape)) % STRIDE == 0)] = HATCH
     if line is not None:
-        picture[_borders(label)] = line
+        picture[_borders(outline)] = line
     return Image.fromarray(picture)
 
 
@@ -75,8 +88,12 @@ def groups_svg(image: Any, source: Any, grid: tuple[int, int], *, line: tuple[in
         cells = np.argwhere(groups.label == group)
         path = "".join(f"M{x} {y}h1v1h-1z" for y, x in cells.tolist())
         parts.append(f'<path fill="{_hex(colour)}" d="{path}"/>')
-    across = np.argwhere(groups.label[1:] != groups.label[:-1]).tolist()
-    down = np.argwhere(groups.label[:, 1:] != groups.label[:, :-1]).tolist()
+    if groups.dropped:
+        hatch = "".join(f"M{x} {y + 1}l1 -1" for y, x in np.argwhere(groups.label < groups.dropped).tolist())
+        parts.append(f'<path fill="none" stroke="{_hex(HATCH)}" stroke-width="0.1" d="{hatch}"/>')
+    outline = groups.outline()
+    across = np.argwhere(outline[1:] != outline[:-1]).tolist()
+    down = np.argwhere(outline[:, 1:] != outline[:, :-1]).tolist()
     border = "".join(f"M{x} {y + 1}h1" for y, x in across) + "".join(f"M{x + 1} {y}v1" for y, x in down)
     return (
         f'<svg xmlns="{SVG}" viewBox="0 0 {columns} {rows}" width="{columns * max(wide, _PATCH)}" '
@@ -137,12 +154,15 @@ def _groups(image: Any, source: Any, grid: tuple[int, int]) -> _Groups:
     if height % rows or width % columns:
         raise DtemError(f"an image of {height} × {width} pixels cannot be cut into {rows} × {columns} equal patches")
     high, wide = height // rows, width // columns
-    _, label = np.unique(source, return_inverse=True)
+    gone = source < 0
+    _, label = np.unique(np.where(gone, -1 - np.arange(len(source)), source), return_inverse=True)
     cells = pixels.reshape(rows, high, columns, wide, 3).sum(axis=(1, 3), dtype=np.int64).reshape(-1, 3)
     total = np.zeros((label.max() + 1, 3), dtype=np.int64)
     np.add.at(total, label, cells)
     mean = total / (np.bincount(label) * high * wide)[:, None]
-    return _Groups(label.reshape(grid), np.rint(mean).astype(np.uint8), (high, wide))
+    dropped = int(gone.sum())
+    mean[:dropped] *= DIM
+    return _Groups(label.reshape(grid), np.rint(mean).astype(np.uint8), dropped, (high, wide))
 
 
 def _rgb(image: Any) -> NDArray[np.uint8]:
