@@ -12,7 +12,8 @@ keep logit s_i. With e = GELU(Linear(LayerNorm(x))), split in two halves, local 
 
 The ratio loss Σ_stages (mean_i m_i − kept share of the schedule)² / stages draws the masks to what inference keeps.
 The other losses of the published training come from the trainer: labels, and ``--loss both`` for the output of the
-unpruned model (the published loss on each kept token's features is left out).
+unpruned model. The published loss on each kept token's features is left out: a method meets the tokens of its own
+forward alone, and the unpruned model's never pass through it.
 
 Where this departs from the published method:
 

@@ -10,6 +10,7 @@ into its nearest kept token, by similarity (`ops.squeeze` has the equation).
 Where this package departs from the published method: r patches go in a block (published: a keep rate, in three blocks;
 `evit.keep_rate` with fuse=False and `dynamicvit.keep_rate` give those schedules), kept patches stay in order, and a
 token's size adds up the patches that were squeezed into it, though neither their mixture nor attention goes by size.
+Distillation of token features, part of the published training of dtps, is left out, as in `dynamicvit`.
 """
 
 import dataclasses
