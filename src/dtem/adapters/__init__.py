@@ -9,9 +9,11 @@ from dtem.adapters.base import Adapter, Merger, Trace, auxiliary, tracing
 from dtem.types import DtemError
 
 ADAPTERS = {
+    "segmenter": "dtem.adapters.segmenter:SegmenterAdapter",
     "timm_vit": "dtem.adapters.timm_vit:TimmVit",
 }
 ORIGINS = {
+    "segmenter": "dtem.hosts.segmenter",
     "timm_vit": "timm",
 }
 """The module that the models of a family come from."""

@@ -6,8 +6,9 @@
 
 from dtem.ops.attention import attend, class_attention, log_size
 from dtem.ops.clustering import cluster, pool, pool_sizes
+from dtem.ops.dense import kept_rows, merge_along, unmerge_along
 from dtem.ops.density import density_peaks
-from dtem.ops.grouping import gumbel_group, row_mass, soft_group
+from dtem.ops.grouping import gumbel_group, row_mass, soft_group, step_gates
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
 from dtem.ops.merging import SoftMerge, merge, soft_merge, take
 from dtem.ops.pruning import fuse, prune, pruned_source
@@ -27,10 +28,12 @@ __all__ = [
     "find_hosts",
     "fuse",
     "gumbel_group",
+    "kept_rows",
     "limit",
     "log_size",
     "match",
     "merge",
+    "merge_along",
     "pool",
     "pool_sizes",
     "prune",
@@ -41,6 +44,8 @@ __all__ = [
     "soft_group",
     "soft_merge",
     "squeeze",
+    "step_gates",
     "take",
     "unmerge",
+    "unmerge_along",
 ]

@@ -65,6 +65,31 @@ class SoftMerge(NamedTuple):
     """Where the patches that took part came from, counted in the sequence [A, B]: kept ones, then the r excluded."""
 
 
+def flow(
+    x_a: Float[Tensor, "b i c"],
+    size_a: Float[Tensor, "b i"],
+    x_b: Float[Tensor, "b j c"],
+    size_b: Float[Tensor, "b j"],
+    edges: Float[Tensor, "b i j"],
+) -> tuple[Float[Tensor, "b j c"], Float[Tensor, "b i"], Float[Tensor, "b j"]]:
+    """Let A flow into B along soft edges E (eq. 6-7 of the paper):
+
+        x̂_j = (m_j x_j + Σ_i E_ij m_i x_i) / m̂_j      m̂_j = m_j + Σ_i E_ij m_i          for j in B
+        x̂_i = x_i                                       m̂_i = m_i (1 − Σ_j E_ij)           for i in A
+
+    Returns x̂_j, m̂_i and m̂_j.
+    """
+    moved = edges * size_a.unsqueeze(2)  # E_ij m_i
+    received = moved.sum(dim=1)  # (b, j)
+    new_size_b = size_b + received
+    share = 1.0 / new_size_b.clamp(min=SIZE_FLOOR)
+    with full_precision(x_a.device):
+        inflow = (moved * share.unsqueeze(1)).transpose(1, 2).to(x_a.dtype) @ x_a
+    new_x_b = x_b + inflow - (received * share).unsqueeze(-1).to(x_a.dtype) * x_b
+    new_size_a = (size_a * (1.0 - edges.sum(dim=2))).clamp(min=0.0)
+    return new_x_b, new_size_a, new_size_b
+
+
 def soft_merge(
     x: Float[Tensor, "b n c"],
     size: Float[Tensor, "b n"],
@@ -74,10 +99,7 @@ def soft_merge(
     excluded: int = 0,
     exclude: str = "mass",
 ) -> SoftMerge:
-    """Merge along soft edges E (eq. 6-7 of the paper):
-
-        x̂_j = (m_j x_j + Σ_i E_ij m_i x_i) / m̂_j      m̂_j = m_j + Σ_i E_ij m_i          for j in B
-        x̂_i = x_i                                       m̂_i = m_i (1 − Σ_j E_ij)           for i in A
+    """Merge along soft edges (`flow`).
 
     Every token stays, but r more of them are excluded from later merging: with ``exclude="mass"`` the A tokens that
     gave away most (those that hard merging removes), with ``"size"`` the smallest tokens (the paper's rule).
@@ -86,21 +108,11 @@ def soft_merge(
     stop = x.shape[1] - excluded
     check_r(r, stop - prefix)
     a, b = sides(prefix)
-    x_a, x_b = x[:, a:stop:2], x[:, b:stop:2]
-    size_a, size_b = size[:, a:stop:2], size[:, b:stop:2]
-
-    given = edges.sum(dim=2)  # Σ_j E_ij
-    flow = edges * size_a.unsqueeze(2)  # E_ij m_i
-    received = flow.sum(dim=1)  # (b, j)
-    new_size_b = size_b + received
-    share = 1.0 / new_size_b.clamp(min=SIZE_FLOOR)
-    with full_precision(x.device):
-        inflow = (flow * share.unsqueeze(1)).transpose(1, 2).to(x.dtype) @ x_a
-    new_x_b = x_b + inflow - (received * share).unsqueeze(-1).to(x.dtype) * x_b
-    new_size_a = (size_a * (1.0 - given)).clamp(min=0.0)
+    x_a, size_a = x[:, a:stop:2], size[:, a:stop:2]
+    new_x_b, new_size_a, new_size_b = flow(x_a, size_a, x[:, b:stop:2], size[:, b:stop:2], edges)
 
     patches_size = torch.cat([new_size_a, new_size_b], dim=1)
-    order = _exclusion_order(given, patches_size, r, exclude)
+    order = _exclusion_order(edges.detach().sum(dim=2), patches_size, r, exclude)
     patches_x = take(torch.cat([x_a, new_x_b], dim=1), order)
     return SoftMerge(
         torch.cat([x[:, :prefix], patches_x, x[:, stop:]], dim=1),
@@ -116,7 +128,7 @@ def _exclusion_order(
     """Positions in [A, B]: those that stay, in order, then the r to be excluded."""
     if exclude == "mass":
         reluctance = torch.full_like(size, torch.inf)  # B tokens are never chosen: r <= |A|
-        reluctance[:, : given.shape[1]] = -given.detach()
+        reluctance[:, : given.shape[1]] = -given
     elif exclude == "size":
         reluctance = size.detach()
     else:
