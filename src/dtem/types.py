@@ -76,14 +76,22 @@ class HostSpec:
     patches: int
     """Patches at the host's own image size; other sizes are met when they come."""
     pooling: str
-    """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``; ``dense``
-    where every patch is read in its place."""
+    """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``;
+    ``prefix+max`` (class token and best patch); ``dense`` where every patch is read in its place."""
     image: tuple[int, int, int] = field(default=(3, 224, 224), compare=False)
     """Channels, height and width of the input."""
     masked: bool = field(default=False, compare=False)
     """Whether the weights come from masked pre-training (MAE): there, proportional attention does harm at inference."""
     class_token: bool = field(default=True, compare=False)
     """Whether the first prefix token, if there is one, is a class token: False where all of them are registers."""
+    merging: int | None = field(default=None, compare=False)
+    """The first so many blocks merge (and learn to) where r does not say otherwise block by block; None: all."""
+
+    @property
+    def learning(self) -> int:
+        """The first so many blocks learn how to merge: what the last one merges never reaches a class token."""
+        blocks = self.depth - 1 if self.pooling == "prefix" else self.depth
+        return blocks if self.merging is None else min(blocks, self.merging)
 
     @property
     def dense(self) -> bool:

@@ -21,6 +21,9 @@ def logits(model: nn.Module, image: Tensor, plan: list[int], proportional: bool 
         states, members = _merge(states, members, keys, r, model.num_prefix_tokens)
         states = [state + block.ls2(block.mlp(block.norm2(state))) for state in states]
     states = [model.norm(state) for state in states]
+    if model.global_pool == "token+max":
+        patches = [model.aux_head(state) for state in states[1:]]
+        return model.head(states[0]) + 0.5 * torch.stack(patches).max(dim=0).values
     if model.global_pool == "token":
         pooled = states[0]
     else:  # mean over patches: each token once for every patch that it holds

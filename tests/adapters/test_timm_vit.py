@@ -13,7 +13,9 @@ from dtem import ops
 from dtem.methods import METHODS
 
 
-@pytest.mark.parametrize("name", ["deit", "distilled", "deit3", "mae", "dinov2_registers", "qk_norm", "scale_norms"])
+@pytest.mark.parametrize(
+    "name", ["deit", "distilled", "deit3", "mae", "dinov2_registers", "qk_norm", "scale_norms", "lvvit"]
+)
 @pytest.mark.parametrize("r", [5, 13, [20, 0, 9, 3]], ids=str)
 def test_tome_is_tome_written_out(name, r):
     model, handle = patched(name, "tome", r)

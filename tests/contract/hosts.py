@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dtem
+import dtem.hosts
 from dtem import adapters, methods
 from dtem.methods import METHODS
 
@@ -53,6 +54,7 @@ HOSTS: dict[str, Host] = {
     "scale_norms": Host(vit(scale_attn_norm=True, scale_mlp_norm=True)),
     "clip": Host(vit("vit_base_patch32_clip_224")),
     "drop_path": Host(vit(drop_path_rate=0.4)),
+    "lvvit": Host(vit("lvvit_s")),
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {

@@ -1,4 +1,4 @@
-"""timm's VisionTransformer: DeiT, DeiT-III, AugReg, MAE, DINOv2 (registers), CLIP and SigLIP towers, …
+"""timm's VisionTransformer: DeiT, DeiT-III, AugReg, MAE, DINOv2 (registers), CLIP and SigLIP towers, LV-ViT, …
 
 The model's class is swapped for a subclass that walks through the host's own blocks and submodules, with token sizes
 as local variables. Weights and state-dict keys stay; with nothing to merge, the host's own forward runs.
@@ -20,9 +20,19 @@ from dtem import ops
 from dtem.adapters import lean
 from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, finish, run_block
 from dtem.adapters.timm_block import attention, last_attention, mlp, usable
+from dtem.hosts.lvvit import LvVit
+from dtem.methods.base import MASKED
 from dtem.types import DtemError, HostSpec, Tokens
 
-POOLING = {"token": "prefix", "avg": "mean", "avgmax": "avgmax", "max": "max", "map": "attention", "": "none"}
+POOLING = {
+    "token": "prefix",
+    "avg": "mean",
+    "avgmax": "avgmax",
+    "max": "max",
+    "map": "attention",
+    "": "none",
+    "token+max": "prefix+max",
+}
 
 
 class TimmVit(Adapter):
@@ -32,7 +42,7 @@ class TimmVit(Adapter):
     provides: ClassVar[frozenset[str]] = frozenset({"input", "q", "k", "v", "key_projection"})
     supported: ClassVar[str] = (
         "timm VisionTransformer models made of plain blocks (deit_*, deit3_*, vit_* including AugReg, MAE, DINO, "
-        "DINOv2 with registers, CLIP and SigLIP towers)"
+        "DINOv2 with registers, CLIP and SigLIP towers, lvvit_s of dtem.hosts)"
     )
 
     def refusal(self, model: nn.Module) -> str | None:
@@ -62,9 +72,11 @@ class TimmVit(Adapter):
             prefix=model.num_prefix_tokens,
             patches=embed.num_patches,
             pooling=POOLING["map" if model.attn_pool is not None else model.global_pool],
-            image=(embed.proj.in_channels, *embed.img_size),
+            image=(_channels(model), *embed.img_size),
             masked=str(config.get("tag", "")).startswith("mae"),
             class_token=model.has_class_token,
+            # As published for LV-ViT-S: 12 of 16.
+            merging=3 * len(model.blocks) // 4 if isinstance(model, LvVit) else None,
         )
 
     def key_projections(self, model: VisionTransformer) -> list[tuple[Tensor, Tensor | None]]:
@@ -114,7 +126,7 @@ class _Merging:
         finish(self.dtem.method, tokens)
         features = self.norm(tokens.x)
         if self.dtem.method.host.pooling != "prefix":
-            features.dtem_size = tokens.size
+            features.dtem_size = self._counting(tokens)
         return features
 
     def reset_classifier(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,12 +176,7 @@ class _Merging:
         kind = "map" if self.attn_pool is not None else self.global_pool if pool_type is None else pool_type
         if not self.dtem.active or kind not in ("avg", "avgmax", "map"):
             return super().pool(x, pool_type)
-        size = getattr(x, "dtem_size", None)
-        if size is None:
-            raise DtemError(
-                f"these features carry no token sizes, and global_pool = {kind!r} weighs tokens by size: "
-                "call model(x), or hand what forward_features returned to forward_head unchanged"
-            )
+        size = _sizes(x, kind)
         if not self.pool_include_prefix:
             x, size = x[:, self.num_prefix_tokens :], size[:, self.num_prefix_tokens :]
         if kind == "map":
@@ -177,6 +184,10 @@ class _Merging:
             return self.attn_pool(x, attn_mask=None if bias is None else bias[:, None, None, :].to(x.dtype))
         mean = ((size / size.sum(dim=1, keepdim=True)).to(x.dtype).unsqueeze(1) @ x).squeeze(1)
         return mean if kind == "avg" else 0.5 * (x.amax(dim=1) + mean)
+
+    def _counting(self: Any, tokens: Tokens) -> Tensor | None:
+        """The sizes by which the head weighs tokens."""
+        return tokens.size
 
     def _embed(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Image to tokens, by the host's own steps before its blocks."""
@@ -214,13 +225,27 @@ class _Merging:
         return tokens
 
 
+def _sizes(features: Tensor, pool: str) -> Tensor:
+    """What `forward_features` said of the tokens."""
+    size = getattr(features, "dtem_size", None)
+    if size is None:
+        raise DtemError(
+            f"these features carry no token sizes, and global_pool = {pool!r} goes by them: "
+            "call model(x), or hand what forward_features returned to forward_head unchanged"
+        )
+    return size
+
+
+def _channels(model: VisionTransformer) -> int:
+    """Of an image: what the first convolution takes."""
+    return next(module.in_channels for module in model.patch_embed.modules() if isinstance(module, nn.Conv2d))
+
+
 def _check_image(model: VisionTransformer, x: Tensor) -> None:
     """Refuse an image that the host would refuse, with a message that helps."""
-    embed = model.patch_embed
-    if x.ndim != 4 or x.shape[1] != embed.proj.in_channels:
-        raise DtemError(
-            f"expected images of shape (batch, {embed.proj.in_channels}, height, width), got {tuple(x.shape)}"
-        )
+    embed, channels = model.patch_embed, _channels(model)
+    if x.ndim != 4 or x.shape[1] != channels:
+        raise DtemError(f"expected images of shape (batch, {channels}, height, width), got {tuple(x.shape)}")
     size, wanted = tuple(x.shape[-2:]), tuple(embed.img_size)
     if embed.strict_img_size and size != wanted:
         raise DtemError(
@@ -263,7 +288,25 @@ class MergingVisionTransformerDistilled(_Merging, VisionTransformerDistilled):
     """timm's VisionTransformerDistilled, merging."""
 
 
+class MergingLvVit(_Merging, LvVit):
+    """LV-ViT, merging. Copies of a token have its scores, so the best merged token is the best patch: nothing needs to
+    be unmerged for the head. What inference would not have (in soft mode, tokens merged away; padding) is passed over.
+    """
+
+    def _counting(self, tokens: Tokens) -> Tensor | None:
+        size, gone = tokens.size, tokens.excluded
+        return nn.functional.pad(size[:, : size.shape[1] - gone], (0, gone)) if gone else size
+
+    def best_patch(self, x: Tensor) -> Tensor:
+        if not self.dtem.active:
+            return super().best_patch(x)
+        prefix = self.num_prefix_tokens
+        empty = _sizes(x, self.global_pool)[:, prefix:] < 2 * MASKED
+        return self.aux_head(x[:, prefix:]).masked_fill(empty.unsqueeze(-1), -torch.inf).amax(dim=1)
+
+
 _MERGED = {
     VisionTransformer: MergingVisionTransformer,
     VisionTransformerDistilled: MergingVisionTransformerDistilled,
+    LvVit: MergingLvVit,
 }

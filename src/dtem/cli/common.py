@@ -73,9 +73,10 @@ def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
 
 
 def create(name: str, **options: Any) -> "nn.Module":
-    """timm's model of that name; an unknown one is refused with the names nearest to it."""
+    """timm's model of that name, or ours; an unknown one is refused with the names nearest to it."""
     import timm
 
+    import dtem.hosts  # noqa: F401 - adds ours to timm's
     from dtem.types import DtemError
 
     known = timm.list_models()

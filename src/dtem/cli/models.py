@@ -22,7 +22,8 @@ class Preset(NamedTuple):
 
     title: str
     name: str
-    pool: str
+    pool: str | None
+    """None: it has one way of its own."""
     r: int
     """At which the paper trains it."""
 
@@ -32,6 +33,7 @@ PRESETS = (
     Preset("DeiT-S", "deit_small_patch16_224", "token", 16),
     Preset("DeiT-B", "deit_base_patch16_224", "token", 16),
     Preset("AugReg ViT-S 384", "vit_small_patch16_384", "token", 48),
+    Preset("LV-ViT-S", "lvvit_s", None, 14),
     Preset("MAE-B", "vit_base_patch16_224", "avg", 16),
     Preset("MAE-L", "vit_large_patch16_224", "avg", 8),
 )
@@ -60,7 +62,8 @@ def _describe(preset: Preset) -> dict[str, Any]:
     import dtem
 
     with torch.device("meta"):
-        handle = dtem.patch(common.create(preset.name, global_pool=preset.pool))
+        options = {} if preset.pool is None else {"global_pool": preset.pool}
+        handle = dtem.patch(common.create(preset.name, **options))
     whole = common.count(handle)
     handle.r = preset.r
     merged = common.count(handle)
@@ -84,12 +87,12 @@ def _describe(preset: Preset) -> dict[str, Any]:
 def _table(models: list[dict[str, Any]]) -> object:
     return common.table(
         "The paper's models",
-        ("model", "timm name", "--pool", "tokens", "prefix", "r", "left", "GFLOPs (MACs)", "GFLOPs (paper)"),
+        ("model", "name", "--pool", "tokens", "prefix", "r", "left", "GFLOPs (MACs)", "GFLOPs (paper)"),
         [
             (
                 model["title"],
                 model["name"],
-                model["pool"],
+                model["pool"] or "–",
                 str(model["tokens"]),
                 str(model["prefix"]),
                 str(model["r"]),
