@@ -75,11 +75,16 @@ def deal(data: Path, folds: Path) -> None:
             ("test", [file for file in files if fold_of[file] == fold]),
             ("train", [file for file in files if fold_of[file] != fold] + extra),
         ):
-            for file in chosen:
-                link = beside / str(fold) / part / file.parent.name / file.name
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(file.resolve())
+            link(chosen, beside / str(fold) / part)
     beside.rename(folds)
+
+
+def link(files: list[Path], folder: Path) -> None:
+    """Links to images, in class folders as they were."""
+    for file in files:
+        made = folder / file.parent.name / file.name
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.symlink_to(file.resolve())
 
 
 def host(args: argparse.Namespace) -> torch.nn.Module:

@@ -12,7 +12,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PAGES = [HERE.parent / page for page in ("README.md", "docs/benchmarks.md", "docs/training.md")]
-NAMES = {"deit_tiny_patch16_224": "DeiT-T", "deit_small_patch16_224": "DeiT-S"}
+NAMES = {
+    "deit_tiny_patch16_224": "DeiT-T",
+    "deit_small_patch16_224": "DeiT-S",
+    "vit_small_patch16_384": "AugReg ViT-S 384",
+}
 
 
 def speed(rows: list[dict[str, Any]], batches: tuple[int, ...] = (1, 16, 32)) -> list[list[str]]:
@@ -70,6 +74,16 @@ def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def memory(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["model", "r", "autocast", "per image", f"batch {rows[0]['batch']}", "with --checkpointing"]]
+    for bf16 in (False, True):
+        plain, again = (next(r for r in rows if (r["checkpointing"], r["bf16"]) == (c, bf16)) for c in (False, True))
+        each = f"{plain['bytes_per_image'] / 1e6:.0f} MB"
+        whole = [f"{row['bytes'] / 1e9:.1f} GB" for row in (plain, again)]
+        table.append([NAMES[plain["model"]], str(plain["r"]), "bf16" if bf16 else "none", each, *whole])
+    return table
+
+
 def training_step(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["model", "batch", "r", "unmerged, frozen", "soft", "cost"]]
     for base, soft in zip(rows[::2], rows[1::2], strict=True):
@@ -87,6 +101,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]]
     "projection": ("projection", projection),
     "operations": ("operations", operations),
     "training-step": ("training_step", training_step),
+    "memory": ("memory", memory),
 }
 
 

@@ -1,6 +1,7 @@
 """`dtem.patch` and the handle that it returns."""
 
 import contextlib
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -88,7 +89,7 @@ class Handle:
 
     @r.setter
     def r(self, spec: object) -> None:
-        asked = schedules.parse(spec)
+        asked = schedules.at_front(schedules.parse(spec), self.host.merging)
         schedules.check(asked, self.host.patches, self.host.depth, self.method.stages)
         if isinstance(asked, schedules.Budget):
             asked = self._solve(asked)
@@ -104,16 +105,45 @@ class Handle:
             raise DtemError(f"r = 'learned', and method {self.method.name!r} learns no schedule; give a number")
         return schedules.PerLayer(learned)
 
+    def aim(self, r: object) -> None:
+        """Get ready to learn rates that start from the schedule `r`, usually a budget, and cost what it costs.
+
+        Soft steps then run at what ``handle.r`` is afterwards; if that is ``"learned"``, set it before every one.
+
+        Example:
+            >>> handle = dtem.patch(model, learn_rates=True)
+            >>> handle.aim("0.65G")
+        """
+        if self.method.schedule() is None:
+            raise DtemError(f"method {self.method.name!r} learns no rates; use diffrate, or dtem with learn_rates=True")
+        self.r = r
+        if not any(plan := self.plan):
+            raise DtemError(f"r = {r} leaves no rates to learn: it merges nothing")
+        with self._counting() as cost:
+            trained_at = self.method.aim(plan, cost)
+        self.r = trained_at
+
     def _solve(self, budget: schedules.Budget) -> schedules.Schedule:
-        """What counts is inference: hard merging, whatever the mode is now."""
+        with self._counting() as cost:
+            return budget.solve(self.host.patches, self.host.depth, cost, self._stages, self.method.afresh)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[Callable[[tuple[int, ...]], float]]:
+        """GFLOPs by plan. What counts is inference: hard merging, whatever the mode is now."""
         schedule, soft = self.merger.schedule, self.method.soft
         self.method.soft = False
         try:
-            return budget.solve(
-                self.host.patches, self.host.depth, self._gflops, self.method.stages, self.method.afresh
-            )
+            yield self._gflops
         finally:
             self.merger.schedule, self.method.soft = schedule, soft
+
+    @property
+    def _stages(self) -> Collection[int] | None:
+        """The blocks that a budget may be met in; None: all."""
+        stages, front = self.method.stages, self.host.merging
+        if front is None:
+            return stages
+        return [layer for layer in (range(front) if stages is None else stages) if layer < front]
 
     def _gflops(self, plan: tuple[int, ...]) -> float:
         self.merger.schedule = schedules.PerLayer(plan)

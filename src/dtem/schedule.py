@@ -149,6 +149,20 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Front:
+    """A schedule for the first `blocks` blocks only, where the host says so. It is written as the schedule itself."""
+
+    schedule: Constant | Inflected | Ratio
+    blocks: int
+
+    def wanted(self, depth: int) -> list[float]:
+        return [*self.schedule.wanted(self.blocks), *[0] * (depth - self.blocks)]
+
+    def __str__(self) -> str:
+        return str(self.schedule)
+
+
+@dataclass(frozen=True)
 class Learned:
     """What the method has learned. A handle turns it into one r per block."""
 
@@ -156,7 +170,7 @@ class Learned:
         return "learned"
 
 
-Schedule = Constant | Inflected | PerLayer | Ratio | Budget | Learned
+Schedule = Constant | Inflected | PerLayer | Ratio | Front | Budget | Learned
 
 
 def parse(spec: object) -> Schedule:
@@ -221,6 +235,13 @@ def resolve(schedule: Schedule, patches: int, depth: int, afresh: bool = False) 
     if isinstance(schedule, Learned):
         raise DtemError("a learned schedule must be asked of its method first (dtem.patch does that)")
     return clamp(schedule.wanted(depth), patches, afresh)
+
+
+def at_front(schedule: Schedule, blocks: int | None) -> Schedule:
+    """The schedule for a host that merges in its first `blocks` blocks (None: in all), unless r is given per block."""
+    if blocks is None or not isinstance(schedule, Constant | Inflected | Ratio):
+        return schedule
+    return Front(schedule, blocks)
 
 
 def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | None = None) -> None:

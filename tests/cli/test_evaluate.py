@@ -108,6 +108,40 @@ def test_rows_are_what_evaluation_finds(run, folder: Path) -> None:
     assert document["images"] == 6
 
 
+def test_learned_rates_run_beside_a_method_that_has_none(
+    run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handle = dtem.patch(host(), learn_rates=True)
+    handle.aim(8)
+    with torch.no_grad():
+        handle.method.rates.offset.copy_(torch.linspace(-0.05, 0.05, handle.host.depth))
+    handle.r = "learned"
+    dtem.save(handle, tmp_path / "rates.safetensors")
+    rows = by_name(run("--adapter", tmp_path / "rates.safetensors", "--r", "learned,8"))
+    assert list(rows) == [("unmerged", "0"), ("tome", "8"), ("dtem", "learned"), ("dtem", "8")]
+    assert rows["dtem", "learned"]["tokens"] == handle.tokens[-1] != rows["dtem", "8"]["tokens"]
+    assert rows["dtem", "learned"]["macs"] <= rows["dtem", "8"]["macs"]
+    assert (
+        main(
+            [
+                "eval",
+                "--model",
+                MODEL,
+                "--weights",
+                str(folder / "w.safetensors"),
+                "--classes",
+                str(CLASSES),
+                "--data",
+                str(folder / "images"),
+                "--r",
+                "learned",
+            ]
+        )
+        != 0
+    )
+    assert "no rates were learned by tome" in capsys.readouterr().err
+
+
 def test_every_image_is_decoded_once(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     plain = data.decode

@@ -115,3 +115,16 @@ def test_saved_and_loaded(tmp_path):
     assert loaded.method.config.candidates == 3
     with torch.no_grad():
         assert torch.equal(other(images("deit")), model(images("deit")))
+
+
+def test_gates_weigh_the_rows_strongest_first():
+    similarity = torch.rand(3, 6, 5, dtype=torch.float64)
+    gates = torch.tensor([1.0, 1.0, 0.25, 0.0], dtype=torch.float64, requires_grad=True)
+    edges = ops.gumbel_group(similarity, 4, gates=gates, noise=False)
+    plain = ops.gumbel_group(similarity, 4, noise=False)
+    for image, weighed, whole in zip(similarity, edges, plain, strict=True):
+        ranked = sorted(range(6), key=lambda i, image=image: -image[i].max().item())
+        for row, gate in zip(ranked, [1.0, 1.0, 0.25, 0.0, 0.0, 0.0], strict=True):
+            torch.testing.assert_close(weighed[row], gate * whole[row])
+    (slope,) = torch.autograd.grad(edges.sum(), gates)
+    torch.testing.assert_close(slope, torch.full((4,), 3.0, dtype=torch.float64))

@@ -53,15 +53,17 @@ def merge(
     return torch.stack(features), torch.stack(sizes), source
 
 
-def soft_group(similarity: Tensor, r: int, temperature: float, scale: float, candidates: int | None = None) -> Tensor:
-    """The paper's loop over whole A×B matrices."""
+def soft_group(
+    similarity: Tensor, r: int | Tensor, temperature: float, scale: float, candidates: int | None = None
+) -> Tensor:
+    """The paper's loop over whole A×B matrices. Of an r that is not whole, the last step counts for the broken part."""
     s = similarity / scale
     if candidates is not None:
         s = s + candidate_mask(similarity, candidates)
     total = torch.zeros_like(s)
-    for _ in range(r):
+    for done in range(math.ceil(r)):
         a = (s / temperature).flatten(1).softmax(dim=1).view_as(s)
-        total = total + a
+        total = total + (a if r - done >= 1 else a * (r - done))
         s = s + torch.log(1 - a.sum(dim=2, keepdim=True))
     return total / total.sum(dim=2, keepdim=True).detach().clamp(min=1)
 

@@ -76,9 +76,12 @@ class Contender:
 
 
 def merged(label: str, handle: "Handle", specs: Sequence[str]) -> list[Contender]:
-    """One contender per r; where nothing would be merged there is none, that is the unmerged model."""
+    """One contender per r; where nothing would be merged there is none, that is the unmerged model. Nor is there one
+    for a learned r where nothing is learned: other methods may have it."""
     from dtem.tasks.classification import evaluate
 
+    if handle.method.schedule() is None:
+        specs = [spec for spec in specs if spec != "learned"]
     contenders = []
     for spec, forward in evaluate.at_rates(handle, specs).items():
         handle.r = spec

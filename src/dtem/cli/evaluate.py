@@ -28,6 +28,7 @@ examples:
   dtem eval --model deit_tiny_patch16_224 --data imagenet/val --r 8,13,16
   dtem eval --model deit_tiny_patch16_224 --data imagenet/val --adapter my.safetensors --out results --plot curve.png
   dtem eval --model deit_tiny_patch16_224 --data imagenet/val --adapter a=one.safetensors --adapter b=two.safetensors
+  dtem eval --model deit_tiny_patch16_224 --data imagenet/val --adapter rates.safetensors --r learned,16
   dtem eval --compare results/tome-r16.safetensors results/dtem-r16.safetensors
 """
 DTYPES = ("float32", "bfloat16", "float16")
@@ -116,6 +117,8 @@ def measure(args: argparse.Namespace) -> Measured:
     args.pretrained = args.weights is None
     host = common.build(args).to(args.device)
     handles, lists = contestants(args, host)
+    if "learned" in specs and all(handle.method.schedule() is None for handle in handles.values()):
+        raise DtemError(f"--r learned: no rates were learned by {', '.join(handles)}; give an --adapter that has some")
     source, left_out = sources.without(source, {name for names in lists.values() for name in names})
     if args.limit is not None:
         source = evaluate.sample(source, args.limit)

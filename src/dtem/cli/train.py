@@ -22,6 +22,7 @@ examples:
   dtem train --preset deit_small --data imagenet/train --eval-data imagenet/val --dtype bf16
   dtem train --preset deit_small --mode end-to-end --data imagenet/train --out runs/both
   dtem train --model deit_tiny_patch16_224 --mode finetune --method tome --r 13 --data imagenet/train
+  dtem train --preset few --model deit_tiny_patch16_224 --schedule learned --gflops 0.65 --data photos
   dtem train --config my.yaml --lr 3e-4
   accelerate launch --num_processes 8 -m dtem.cli train --preset deit_small --data imagenet/train
   torchrun --nproc-per-node 8 -m -- dtem.cli train --preset deit_small --data imagenet/train
@@ -57,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
     model = common.build(args, drop_path_rate=0.0 if config.mode == "modular" else config.drop_path)
     data_config = resolve_data_config(model=model)  # type: ignore[no-untyped-call]
     result = train(model, config, data_config, args.restart)
+    learned = None
+    if result.handle.r == "learned":
+        learned = {"r": list(result.handle.plan), "macs": flops.count(model, result.handle.host.image).macs}
     counts = {}
     for rate in result.outcomes:
         result.handle.r = rate
@@ -72,13 +76,14 @@ def run(args: argparse.Namespace) -> int:
         "loss": result.loss,
         "waiting_for_data": result.waited,
         "skipped": result.skipped,
+        "learned": learned,
         "evaluation": rows,
         "files": sorted(path.name for path in result.folder.glob("*.safetensors")),
     }
     record.save(
         record.collect("train", [document], seed=config.seed, command=args.command), result.folder / "record.json"
     )
-    common.show(args, document, *_tables(config, result, rows))
+    common.show(args, document, *_tables(config, result, rows, learned))
     return 0
 
 
@@ -97,13 +102,17 @@ def _fill(args: argparse.Namespace, preset: dict[str, Any]) -> None:
     args.pretrained = args.weights is None and not args.random
 
 
-def _tables(config: TrainConfig, result: "Result", rows: list[dict[str, Any]]) -> list[Any]:
+def _tables(
+    config: TrainConfig, result: "Result", rows: list[dict[str, Any]], learned: dict[str, Any] | None
+) -> list[Any]:
     slower = "images" if result.waited > 0.5 else "the model"
     lines = [
         f"{result.updates} updates, last loss {result.loss:.4f}; waited for images {100 * result.waited:.0f} % of the "
         f"time (the bottleneck is {slower})",
         f"files in {result.folder}: {', '.join(sorted(p.name for p in result.folder.glob('*.safetensors')))}",
     ]
+    if learned is not None:
+        lines.append(f"learned r: {'/'.join(map(str, learned['r']))}, {common.giga(learned['macs'])} GMACs")
     if result.skipped:
         name, reason = next(iter(result.skipped.items()))
         lines.append(f"{len(result.skipped)} images could not be read and were skipped, e.g. {name}: {reason}")

@@ -10,15 +10,16 @@ significance fall on. A patch that several quantiles fall on is kept once; what 
 
 K is what the schedule leaves: patches at the start less all r so far. **Tokens left:** each image has its own number,
 K at most, so tokens are padded to K. Padding has size 0; attention and pooling pass it over. `handle.tokens` and
-GFLOPs are those of the padded length, an upper bound; (size > 0) in a trace tells how many tokens there really are.
+`dtem flops` are about the padded length, an upper bound; (size > 0) in a trace tells how many tokens there really are,
+and by those `dtem eval` and `dtem compare` count.
 With ``trim=True``, padding that no image of the batch needs is cut off, as published: the answer is the same and the
 speed that of the longest image, but lengths vary, and reading them makes a GPU wait. (A compiled model stays padded.)
 
 Where this departs from the publication: the paper prints the nearest cumulated significance and its code stretches the
 curve between its ends, here it is the exact inverse; the code sums attention and value norms over heads before
 multiplying, here as in the paper after it; attention is computed for dropped patches too (the fused kernel knows no
-rows), their MLP is not. Published without training, K is never lowered: all reduction comes from repeats, which
-`every_block` and ``trim=True`` come closest to.
+rows), their MLP is not. Published without training, K stays what it is once set: all further reduction comes from
+repeats, which `every_block` and ``trim=True`` come closest to.
 """
 
 import dataclasses
@@ -57,6 +58,8 @@ class Ats(Method):
     """Adaptive sampling by class attention and value norms. Nothing is trained."""
 
     name: ClassVar[str] = "ats"
+    varies: ClassVar[bool] = True
+    """Images of one batch are left with different numbers of tokens; sizes of 0 are padding."""
     needs: ClassVar[frozenset[str]] = frozenset({"class_token", "q", "k", "v"})
     keeps_mass: bool = False
     config_class: ClassVar[type[Config]] = AtsConfig
@@ -100,12 +103,21 @@ def _source(kept: Int[Tensor, "b k"], size: Float[Tensor, "b k"], count: int) ->
     return source.scatter(1, nowhere, positions(batch, left, kept.device))[:, :count]
 
 
-def every_block(first: int = 3, depth: int = 12) -> tuple[int, ...]:
-    """ATS in every block from `first` on (counted from 0; published: the 4th), with K as it was but for one per block.
+def every_block(first: int = 3, depth: int = 12, r: int = 1) -> tuple[int, ...]:
+    """ATS in every block from `first` on (counted from 0; published: the 4th). There K is r less than the patches; it
+    then stays as it was, but for one per block.
 
     Example:
         >>> dtem.patch(model, "ats", r=every_block(), trim=True)
     """
     if not 0 <= first < depth:
         raise DtemError(f"block {first} is not among the {depth} blocks 0 … {depth - 1}")
-    return (0,) * first + (1,) * (depth - first)
+    return (0,) * first + (r,) + (1,) * (depth - first - 1)
+
+
+def ladder(patches: int, depth: int = 12) -> list[tuple[int, ...]]:
+    """Plans from mild to strong, to find one that meets a budget: ATS in the last block alone, in ever more blocks down
+    to the published first one (after a quarter of the depth), and in all those with ever fewer samples."""
+    first = depth // 4
+    later = [every_block(start, depth) for start in range(depth - 1, first, -1)]
+    return later + [every_block(first, depth, r) for r in range(1, patches // 2 + 1)]

@@ -17,7 +17,7 @@ attention pooling asks too.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -90,8 +90,14 @@ class Method(nn.Module):
         return None
 
     def schedule(self) -> tuple[int, ...] | None:
-        """The r of every block that the method has learned (``r = "learned"``); None: it learns none."""
+        """The r of every block that the method has learned (``r = "learned"``); None: it learns none. In soft mode,
+        what soft steps run at."""
         return None
+
+    def aim(self, plan: tuple[int, ...], cost: Callable[[tuple[int, ...]], float]) -> object:
+        """Get ready to learn rates that cost as much as `plan`; `cost` counts the GFLOPs of any plan. Returns the
+        schedule that soft steps are to run at: the plan itself, for methods to which it is the budget."""
+        return plan
 
     def losses(self, tokens: Tokens) -> dict[str, Tensor]:
         """Losses beside the task's, by name, weighted already; from the tokens at the end of a soft forward."""

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem.methods.base import MASKED, Config, Method, full_size
+from dtem.methods.rates import block_gflops
 from dtem.methods.soft import check_positive, is_count
 from dtem.ops.matching import full_precision, positions
 from dtem.types import DtemError, HostSpec, Taps, Tokens
@@ -208,8 +209,9 @@ class DiffRate(Method):
 
     def _cost(self, before: Tensor, after: Tensor) -> Tensor:
         """GFLOPs of a block that attends to `before` patches and hands `after` to its MLP."""
-        width, n, m = self.host.width, before + self.host.prefix, after + self.host.prefix
-        return (4 * n * width + 2 * n * n + 8 * m * width) * (width / 1e9)
+        width, prefix = self.host.width / 1e9, self.host.prefix
+        prices = (4 * width * self.host.width, 2 * width, 8 * width * self.host.width, 0.0, 0.0)
+        return block_gflops(prices, before + prefix, after + prefix)
 
     def losses(self, tokens: Tokens) -> dict[str, Tensor]:
         over = tokens.carry.get("over")

@@ -9,6 +9,9 @@ over heads (of that block's attention; the softmax runs over all tokens, the cla
 As in the published code, the fused token is that sum itself, not divided by Σ a_i, and in later blocks it is a patch
 like any other: it can be kept, or fused again. Where this package departs from it: the kept patches stay in order (they
 were sorted by attention; the output is the same), and attention dropout, if any, does not touch a_i.
+
+Published training lowers the keep rate from 1 by a cosine at first. Here r grows so: ``dtem train --mode finetune
+--method evit --ramp 0.3``.
 """
 
 import dataclasses

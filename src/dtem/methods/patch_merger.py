@@ -55,9 +55,7 @@ class PatchMerger(Method):
             self.queries = nn.ModuleList(nn.Linear(host.width, host.patches, bias=False) for _ in range(host.depth))
             for weight in self.queries.parameters():
                 nn.init.normal_(weight)
-        if host.pooling == "prefix":
-            # What the last block mixes never reaches the class token.
-            self.queries[-1].requires_grad_(False)
+        self.queries[host.learning :].requires_grad_(False)  # they have no gradient to wait for
 
     def can_relax(self) -> bool:
         return True

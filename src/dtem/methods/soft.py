@@ -1,6 +1,8 @@
 """Merging that can be relaxed: bipartite matching at inference, soft grouping and soft merging in training.
 
-What differs from one such method to the next is the metric by which tokens are compared.
+What differs from one such method to the next is the metric by which tokens are compared. How many tokens a block merges
+may be learned too (`LearnedRates`): then soft merging goes on for the broken part of one more step, by which the loss
+tells a block to merge more or less.
 """
 
 import dataclasses
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from dtem import ops
 from dtem.methods.base import Config, Method, full_size, merge_matched
-from dtem.types import DtemError, Taps, Tokens
+from dtem.methods.rates import LearnedRates
+from dtem.types import DtemError, HostSpec, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,30 +68,49 @@ class SoftMethod(Method):
     config_class: ClassVar[type[Config]] = SoftConfig
     config: SoftConfig
 
+    def __init__(self, host: HostSpec, config: SoftConfig) -> None:
+        super().__init__(host, config)
+        self.rates: LearnedRates | None = None
+        """The r of every block, where that is learned."""
+
     @abstractmethod
     def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
         """What tokens are compared by (cosine)."""
 
-    def edges(self, similarity: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
-        """Soft adjacency of the A and B tokens for r merges."""
+    def edges(
+        self, similarity: Float[Tensor, "b i j"], r: int, gates: Float[Tensor, " r"] | None
+    ) -> Float[Tensor, "b i j"]:
+        """Soft adjacency of the A and B tokens for r merges, weighted by `gates`."""
         config = self.config
-        return ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates)
+        return ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates, gates)
 
     def can_relax(self) -> bool:
         return True
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
-        if r == 0:
-            return tokens
         if not self.soft:
-            return merge_matched(tokens, self.metric(layer, taps), r, self.host.prefix)
+            return tokens if r == 0 else merge_matched(tokens, self.metric(layer, taps), r, self.host.prefix)
+        if self.rates is not None and "rates" not in tokens.carry:
+            tokens = tokens.replace(carry={**tokens.carry, "rates": self.rates()})
         if self.host.pooling == "prefix" and layer == self.host.depth - 1:
             return tokens  # what the last block merges never reaches the class token
-        return self._merge_softly(tokens, self.metric(layer, taps), r)
+        steps, gates = self._steps(layer, tokens, r)
+        return tokens if steps == 0 else self._merge_softly(tokens, self.metric(layer, taps), r, steps, gates)
 
-    def _merge_softly(self, tokens: Tokens, metric: Float[Tensor, "b n d"], r: int) -> Tokens:
+    def _steps(self, layer: int, tokens: Tokens, r: int) -> tuple[int, Float[Tensor, " steps"] | None]:
+        """Steps of soft grouping and their weights. Learned rates add to r how far they are from a whole number: at
+        ``r = "learned"`` that is the rate itself, and no device is asked for its value."""
+        if self.rates is None:
+            return r, None
+        rate = tokens.carry["rates"][layer]
+        steps = min(r + 1, ops.limit(tokens.x.shape[1] - self.host.prefix - tokens.excluded))
+        return steps, ops.step_gates(r + (rate - rate.detach().round()), steps)
+
+    def _merge_softly(
+        self, tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, steps: int, gates: Float[Tensor, " steps"] | None
+    ) -> Tokens:
         config, prefix = self.config, self.host.prefix
         similarity = ops.cosine(metric, prefix, tokens.excluded)
-        edges = self.edges(similarity, r)
+        edges = self.edges(similarity, steps, gates)
         merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
         return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)

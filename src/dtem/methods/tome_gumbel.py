@@ -24,6 +24,8 @@ class TomeGumbel(Dtem):
 
     name: ClassVar[str] = "tome_gumbel"
 
-    def edges(self, similarity: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
-        config = self.config
-        return ops.gumbel_group(similarity, r, config.temperature, config.scale, config.candidates, noise=self.training)
+    def edges(
+        self, similarity: Float[Tensor, "b i j"], r: int, gates: Float[Tensor, " r"] | None
+    ) -> Float[Tensor, "b i j"]:
+        c = self.config
+        return ops.gumbel_group(similarity, r, c.temperature, c.scale, c.candidates, gates, noise=self.training)

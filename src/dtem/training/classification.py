@@ -102,8 +102,7 @@ class Classification:
         """Outcomes by r, over all processes; nothing without evaluation data."""
         if self.eval_loader is None:
             return {}
-        rates = [part.strip() for part in self.config.eval_r.split(",")]
-        found = evaluate.sweep(handle, self.eval_loader, rates, self.accelerator.device)
+        found = evaluate.sweep(handle, self.eval_loader, self.config.eval_rates, self.accelerator.device)
         if self.accelerator.num_processes == 1:
             return found
         from accelerate.utils import gather_object

@@ -16,6 +16,7 @@ MODES = ("modular", "end-to-end", "finetune")
 LOSSES = ("task", "distill", "both")
 DTYPES = ("fp32", "bf16", "fp16")
 LOGS = ("tensorboard", "wandb")
+SCHEDULES = ("given", "learned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,15 @@ class TrainConfig:
     """Both sides of the distillation are softened by this."""
     r: str = "16"
     """Tokens merged per block in soft steps and in finetune; several with commas: one is drawn per update."""
+    schedule: str = "given"
+    """given: --r says how much each block merges. learned: that is learned too, at the cost that --gflops names."""
+    gflops: float = 0.0
+    """With a learned schedule, what the model is to cost: GFLOPs (MACs) per image. The rates start from the same r in
+    every block."""
     host_r: str = "13"
     """Tokens merged per block in the steps that train the model (end-to-end)."""
+    ramp: float = 0.0
+    """Part of the updates over which r grows from nothing to its value, by a cosine (EViT's fine-tuning has one)."""
     every: int = 10
     """End-to-end: one of so many updates trains the embeddings, the rest train the model."""
     epochs: float = 30
@@ -81,7 +89,7 @@ class TrainConfig:
     seed: int = 0
     """Of everything: order, augmentation, initialisation."""
     eval_r: str = "0,8,13,16"
-    """Rates to evaluate at."""
+    """Rates to evaluate at (where the schedule is learned, at that alone by default)."""
     eval_every: int = 0
     """Updates between evaluations; 0: once per epoch."""
     save_every: int = 100
@@ -92,7 +100,8 @@ class TrainConfig:
     """Write the names of the training files into the adapter, if there are no more than so many."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("mode", MODES), ("loss", LOSSES), ("dtype", DTYPES), ("bad", ("skip", "stop"))):
+        choices = {"mode": MODES, "loss": LOSSES, "dtype": DTYPES, "schedule": SCHEDULES, "bad": ("skip", "stop")}
+        for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise _error(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
         if unknown := set(self.log) - set(LOGS):
@@ -103,13 +112,33 @@ class TrainConfig:
         for name in ("epochs", "lr", "host_lr", "distill_temperature"):
             if not (value := getattr(self, name)) > 0:
                 raise _error(f"{name} = {value!r} must be more than 0")
-        for name in ("updates", "warmup", "weight_decay", "clip", "min_lr", "workers", "eval_every"):
+        for name in ("updates", "warmup", "weight_decay", "clip", "min_lr", "workers", "eval_every", "gflops"):
             if not (value := getattr(self, name)) >= 0:
                 raise _error(f"{name} = {value!r} must be 0 or more")
         if not 0 <= self.smoothing < 1 or not 0 <= self.drop_path < 1:
             raise _error(f"smoothing = {self.smoothing} and drop_path = {self.drop_path} must be at least 0, below 1")
+        if not 0 <= self.ramp <= 1:
+            raise _error(f"ramp = {self.ramp} must be a part of the updates, from 0 to 1")
+        if self.schedule == "learned" and not self.gflops:
+            raise _error("schedule = 'learned' needs to know at which cost: give --gflops, e.g. 0.65")
+        if self.schedule == "learned" and self.mode != "modular":
+            raise _error(f"schedule = 'learned' goes with mode = 'modular', not {self.mode!r}: the model is frozen")
+        if self.options.get("learn_rates") and self.schedule != "learned":
+            raise _error("option learn_rates goes with schedule = 'learned', which says so itself")
+        if self.gflops and self.schedule != "learned":
+            raise _error(
+                f"gflops = {self.gflops:g} goes with schedule = 'learned'; a fixed schedule of that cost is "
+                f"r = '{self.gflops:g}G'"
+            )
         if self.mode == "modular" and self.method == "tome_soft":
             raise _error("method 'tome_soft' has nothing that learns beside the model; use mode = 'end-to-end'")
+
+    @property
+    def eval_rates(self) -> tuple[str, ...]:
+        """The rates to evaluate at, one by one."""
+        if self.schedule == "learned" and self.eval_r == TrainConfig.eval_r:
+            return ("learned",)
+        return tuple(part.strip() for part in self.eval_r.split(","))
 
 
 def resolve(
@@ -180,6 +209,8 @@ def _fit(cls: type, name: str, value: Any) -> Any:
     kind = str(field.type).removeprefix("<class '").partition("'")[0].partition("[")[0]
     if kind == "tuple" or "tuple" in kind:
         return None if value is None else tuple(value)
+    if name == "options" and isinstance(value, dict):  # YAML has lists, methods take tuples
+        return {option: tuple(each) if isinstance(each, list) else each for option, each in value.items()}
     if kind == "str" and not isinstance(value, bool | list | dict):
         return str(value)
     if kind == "float" and isinstance(value, str):

@@ -9,7 +9,7 @@ from safetensors.torch import save as to_bytes
 from dtem import storage
 from dtem.files import write_file
 from dtem.training import checkpoint
-from dtem.training.config import flat
+from dtem.training.config import TrainConfig, flat
 from dtem.training.logs import LOG
 from dtem.types import DtemError
 
@@ -38,6 +38,7 @@ def write(run: "Run", adapter: str, host: str) -> None:
         return
     config, rate = run.config, run.plan.phases[0].rates[0]
     if run.handle.method.state_dict():
+        run.handle.mode = "hard"  # a learned schedule is kept as inference uses it
         asked, run.handle.r = run.handle.r, run.rate
         told = ("mode", "loss", "batch", "lr", "seed")
         notes = {name: str(getattr(config, name)) for name in told} | {"updates": str(run.update)}
@@ -78,7 +79,8 @@ def resume(run: "Run") -> None:
     state = checkpoint.load(run.folder)
     now = json.loads(json.dumps(flat(run.config)))
     if state is not None:
-        checkpoint.check_same(json.loads(state["config"]), now, run.folder)
+        saved = flat(TrainConfig()) | json.loads(state["config"])  # a setting newer than the run was at its default
+        checkpoint.check_same(saved, now, run.folder)
         if state["host"] != run.handle.host.name:
             raise DtemError(f"{run.folder} holds a run on {state['host']}; choose another --out, or --restart")
         run.handle.model.load_state_dict(state["model"], strict=False)

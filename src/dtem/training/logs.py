@@ -2,10 +2,12 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dtem.schedule import PerLayer
 from dtem.types import DtemError
 
 LOG = "log.jsonl"
@@ -42,12 +44,13 @@ class Log:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def step(self, update: int, values: dict[str, float]) -> None:
-        """One update is done."""
+    def step(self, update: int, values: dict[str, float], rates: Sequence[int] = ()) -> None:
+        """One update is done; `rates` are those that it has learned, if any."""
         if self._bar is not None:
             self._bar.update(1)
-            self._bar.set_postfix({name: f"{value:.4g}" for name, value in values.items() if "/" not in name})
-            self._write(update, values)
+            shown = {name: f"{value:.4g}" for name, value in values.items() if "/" not in name}
+            self._bar.set_postfix(shown | ({"r": compact(rates)} if rates else {}))
+            self._write(update, values | {f"r/{layer}": float(r) for layer, r in enumerate(rates)})
 
     def note(self, update: int, values: dict[str, float], text: str) -> None:
         """Something worth a line of its own: an evaluation, a checkpoint."""
@@ -64,6 +67,11 @@ class Log:
                 self._board.add_scalar(name, value, update)
         if self._wandb is not None:
             self._wandb.log(values, step=update)
+
+
+def compact(rates: Sequence[int]) -> str:
+    """One r per block, as ``--r`` takes them."""
+    return str(PerLayer(tuple(rates)))
 
 
 def _tensorboard(folder: Path) -> Any:

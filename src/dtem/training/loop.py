@@ -26,9 +26,9 @@ from dtem.tasks.classification.outcomes import Outcomes
 from dtem.training import keep
 from dtem.training.classification import Classification
 from dtem.training.config import TrainConfig
-from dtem.training.logs import Log
+from dtem.training.logs import Log, compact
 from dtem.training.optimise import average_gradients, groups, learning_rate
-from dtem.training.plans import Phase, Plan, enter, plan_of
+from dtem.training.plans import Phase, Plan, enter, grown, options_of, plan_of
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Run:
         # A host that learns cannot be its own teacher: the one that it was is kept.
         distils = config.loss != "task" and config.mode != "modular"
         self.teacher = copy.deepcopy(model).eval().requires_grad_(False) if distils else None
-        self.handle = patch(model, config.method, 0, **config.options)
+        self.handle = patch(model, config.method, 0, **options_of(config))
         if config.checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]  # every host has it
         for each in (model, self.teacher):
@@ -106,7 +106,8 @@ class Run:
                 waited += time.perf_counter() - before
                 values = self._step(passes)
                 self.update += 1
-                log.step(self.update, values | {"data/waiting": waited / (time.perf_counter() - started)})
+                values["data/waiting"] = waited / (time.perf_counter() - started)
+                log.step(self.update, values, rates=self.learned)
                 if self._due(self.config.eval_every or self._per_epoch):
                     outcomes = self._evaluate(log)
                 if self._due(self.config.save_every):
@@ -131,9 +132,12 @@ class Run:
         evaluate at, is found before the first."""
         found = {}
         for rate in (rate for phase in self.plan.phases for rate in phase.rates):
-            self.handle.r = rate
-            found[rate] = rate if rate == "learned" else str(self.handle.merger.schedule)
-        for rate in self.config.eval_r.split(",") if self.config.eval_data else ():
+            if self.config.schedule == "learned":
+                self.handle.aim(rate)
+            else:
+                self.handle.r = rate
+            found[rate] = "learned" if self.handle.r == "learned" else str(self.handle.merger.schedule)
+        for rate in self.config.eval_rates if self.config.eval_data else ():
             self.handle.r = rate
         self.handle.r = 0
         return found
@@ -141,8 +145,12 @@ class Run:
     @property
     def rate(self) -> str:
         """The r to leave the model with: the learned one, if there is such, else the first that was trained at."""
-        learns = self.handle.method.schedule() is not None and self.config.mode != "finetune"
-        return "learned" if learns else self.plan.phases[0].rates[0]
+        return "learned" if self.learned else self.plan.phases[0].rates[0]
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The r of every block, if that is learned: in soft mode the nearest, else those that inference uses."""
+        return () if self.config.mode == "finetune" else self.handle.method.schedule() or ()
 
     @property
     def _per_epoch(self) -> int:
@@ -207,7 +215,7 @@ class Run:
 
     def _student(self, images: Tensor, phase: Phase, rate: str, own: dict[str, Tensor]) -> Tensor:
         """The logits; the method's own losses go into `own`."""
-        enter(self.plan, phase, self.handle, rate)
+        enter(self.plan, phase, self.handle, rate, grown(self.update, self.total, self.config.ramp))
         self.handle.method.train(phase.soft)  # what is random in a method is so where it learns, even by a frozen host
         with adapters.auxiliary() as losses:
             logits: Tensor = self.handle.model(images)
@@ -235,6 +243,7 @@ class Run:
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
     def _evaluate(self, log: Log) -> dict[str, Outcomes]:
+        self.handle.mode = "hard"
         found = self.task.evaluate(self.handle)
         if not found:
             return found
@@ -243,6 +252,8 @@ class Run:
         for rate, part in found.items():
             values |= {f"eval/top1_r{rate}": part.top1, f"eval/loss_r{rate}": part.mean_loss}
         summary = ", ".join(f"r={rate}: {part.top1:.2f} % ({part.mean_loss:.4f})" for rate, part in found.items())
+        if self.learned:
+            summary += f" at {compact(self.learned)}"
         better = score < self.best
         log.note(self.update, values, f"update {self.update}: {summary}{' (best)' if better else ''}")
         if better:

@@ -1,0 +1,303 @@
+"""Every rival trained alike on a few thousand photographs; then all methods at equal GFLOPs, on photographs unseen.
+
+python benchmarks/rivals.py --data DIR --weights FILE --gflops 0.65,0.81             all of it: hours on two cores
+python benchmarks/rivals.py --data DIR --weights FILE --plan                         what is left, and how long it takes
+python benchmarks/rivals.py --data DIR --weights FILE --methods evit --only-train    one method's trainings
+
+DIR holds train, extra (learned from) and val (judged on; class folders). Every training has the same number of updates
+of the same images in the same order, with labels and the unmerged model as teacher. What learns is the host (rivals
+that are fine-tuned) or the method's own parts beside a frozen host; the table says which. Learning rates: three for
+each kind, judged by a short run on photographs of train that this run leaves out; never on val. Embeddings are trained
+once, at the smallest budget, and serve all; every other method is trained once per budget, at the plan that it is
+judged at.
+
+Each run lives in a folder of --work, goes on where it was stopped, and is not made again once it is there.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import numpy as np
+import timm
+import torch
+from proof import host
+
+import dtem
+from dtem import cli
+from dtem.cli import compare, contenders
+from dtem.cli import evaluate as verb
+from dtem.files import write_file
+from dtem.handle import Handle
+from dtem.measure import record
+from dtem.tasks.classification import evaluate
+from dtem.tasks.classification.data import Loader, eval_transform
+from dtem.tasks.classification.sources import open_source
+from dtem.training import checkpoint
+from dtem.training.config import resolve
+from dtem.training.loop import train
+from dtem.types import DtemError
+
+LEARNING_RATES = {"host": (2e-6, 1e-5, 5e-5), "parts": (2e-4, 1e-3, 5e-3), "rates": (2e-3, 1e-2, 5e-2)}
+"""Around what is usual for each: fine-tuning, the preset `few`, DiffRate's publication. A factor of five apart."""
+HELD = 8
+"""One of so many photographs of train is held out in the search."""
+TIMED = 3
+"""Updates that an estimate is made from."""
+
+
+class Rival(NamedTuple):
+    """How a method is trained."""
+
+    learns: str
+    """What learns: ``host``, or beside a frozen host the method's own ``parts`` or ``rates``."""
+    once: bool = False
+    """Trained at the smallest budget for all of them."""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - never mutated
+
+
+RIVALS = {
+    "tome": Rival("host"),
+    "evit": Rival("host", settings={"ramp": 1 / 3}),
+    "evo_vit": Rival("host"),
+    "bat": Rival("host"),
+    "etps": Rival("host"),
+    "token_pooling": Rival("host"),
+    "dynamicvit": Rival("parts"),
+    "dtps": Rival("parts"),
+    "patch_merger": Rival("parts"),
+    "diffrate": Rival("rates"),
+    "tome_gumbel": Rival("parts", once=True),
+    "dtem_no_prop": Rival("parts", once=True),
+    "dtem": Rival("parts", once=True),
+}
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    deal(args.data, args.work / "images")
+    if args.plan:
+        plan(args)
+        return
+    for name in args.methods:
+        for budget in budgets_of(args, name):
+            trained(args, name, budget)
+    if not args.only_train:
+        save(args, judge(args))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, required=True)
+    add("--weights", type=Path, required=True)
+    add("--model", default="deit_tiny_patch16_224")
+    add("--gflops", default="0.65,0.81", help="budgets (MACs), several with commas")
+    add("--updates", type=int, default=200)
+    add("--search-updates", type=int, default=50)
+    add("--batch", type=int, default=32, help="images per update")
+    add("--methods", default=",".join(RIVALS), help="those to train, with commas; default: all")
+    add("--only-train", action="store_true", help="train what is missing and stop there")
+    add("--plan", action="store_true", help="time a few updates of each method, print what is left to do, and stop")
+    add("--limit", type=int, help="judge on so many images only (to try things out)")
+    add("--rounds", type=int, default=10, help="timed rounds")
+    add("--work", type=Path, default=Path("runs/rivals"))
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    args.budgets = compare.numbers("--gflops", args.gflops)
+    args.methods = args.methods.split(",")
+    if unknown := [name for name in args.methods if name not in RIVALS]:
+        parser.error(f"{unknown[0]} is not among those that are trained: {', '.join(RIVALS)}")
+    return args
+
+
+def deal(data: Path, images: Path) -> None:
+    """Folders of links: all that is learned from, what a search learns from, and what it is judged on."""
+    if images.exists():
+        return
+    beside = images.with_suffix(".part")
+    shutil.rmtree(beside, ignore_errors=True)
+    files, extra = (sorted(file for file in (data / name).glob("*/*") if file.is_file()) for name in ("train", "extra"))
+    order = np.random.default_rng(0).permutation(len(files))
+    held = {files[index] for index in order[: max(2, len(files) // HELD)]}
+    parts = {"all": files + extra, "held": sorted(held), "search": [f for f in files if f not in held] + extra}
+    for part, chosen in parts.items():
+        for file in chosen:
+            link = beside / part / file.parent.name / file.name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.resolve())
+    beside.rename(images)
+
+
+def budgets_of(args: argparse.Namespace, name: str) -> list[float]:
+    """The budgets that a method is trained at."""
+    return [min(args.budgets)] if RIVALS[name].once else args.budgets
+
+
+def folder_of(args: argparse.Namespace, name: str, budget: float) -> Path:
+    return args.work / name / f"{budget:g}G-{args.updates}"
+
+
+def trained(args: argparse.Namespace, name: str, budget: float) -> Handle:
+    """The method as trained for a budget, with the learning rate that the search found."""
+    lr = search(args, name)
+    print(f"{name}, {budget:g} GFLOPs, learning rate {lr:g}", file=sys.stderr)
+    return fit(args, name, budget, lr, "all", args.updates, folder_of(args, name, budget))
+
+
+def fit(
+    args: argparse.Namespace, name: str, budget: float, lr: float, images: str, updates: int, folder: Path
+) -> Handle:
+    """One run of `dtem train`."""
+    rival, model = RIVALS[name], host(args)
+    flags = {
+        "data": str(args.work / "images" / images),
+        "out": str(folder),
+        "method": name,
+        "mode": "finetune" if rival.learns == "host" else "modular",
+        "loss": "both",
+        "updates": updates,
+        "batch": args.batch,
+        "r": training_schedule(args, name, budget),
+        "host_lr" if rival.learns == "host" else "lr": lr,
+        **rival.settings,
+    }
+    config, _ = resolve("few", flags=flags)
+    return train(model, config, timm.data.resolve_data_config(model=model)).handle
+
+
+def training_schedule(args: argparse.Namespace, name: str, budget: float) -> str:
+    """The plan that the method is judged at; for one that learns its plan, the budget."""
+    handle = dtem.patch(host(args), name)
+    spec = f"{budget:g}G"
+    return spec if handle.method.schedule() is not None else str(contenders.meet(handle, spec))
+
+
+def search(args: argparse.Namespace, name: str) -> float:
+    """The learning rate whose short run, at the smallest budget, does best on what it left out."""
+    found = {lr: held_out(args, name, lr)["cross_entropy"] for lr in LEARNING_RATES[RIVALS[name].learns]}
+    return min(found, key=lambda lr: found[lr])
+
+
+def search_file(args: argparse.Namespace, name: str, lr: float) -> Path:
+    return args.work / name / f"search-{args.search_updates}" / f"{lr:g}" / "held.json"
+
+
+def held_out(args: argparse.Namespace, name: str, lr: float) -> dict[str, float]:
+    """How one learning rate of the search did."""
+    kept = search_file(args, name, lr)
+    if not kept.exists():
+        print(f"{name}, search, learning rate {lr:g}", file=sys.stderr)
+        budget = min(args.budgets)
+        try:
+            handle = fit(args, name, budget, lr, "search", args.search_updates, kept.parent)
+        except DtemError as error:
+            if "lower the learning rate" not in str(error):
+                raise
+            result = {"cross_entropy": float("inf"), "top1": 0.0}
+        else:
+            config = timm.data.resolve_data_config(model=handle.model)
+            loader = Loader(open_source(str(args.work / "images" / "held")), eval_transform(config), 50)
+            rate = contenders.meet(handle, f"{budget:g}G")
+            (outcomes,) = evaluate.sweep(handle, loader, [rate]).values()
+            result = {"cross_entropy": outcomes.mean_loss, "top1": outcomes.top1}
+        write_file(kept, json.dumps(result))
+    return json.loads(kept.read_text())
+
+
+def judge(args: argparse.Namespace) -> dict[str, Any]:
+    """All methods on val, as `dtem compare` does it: untrained where they need no training, and as trained."""
+    argv = ["compare", "--model", args.model, "--weights", args.weights, "--data", args.data / "val"]
+    argv += ["--gflops", args.gflops, "--batch", 50, *(["--limit", args.limit] if args.limit else [])]
+    options = cli.parser().parse_args([str(part) for part in argv])
+    specs = [f"{budget:g}G" for budget in args.budgets]
+    options.method, _ = compare.all_methods(options)
+    model = host(args)
+    untrained, _ = contenders.contestants(options, model)
+    entries = [verb.Entry(name, handle, specs) for name, handle in untrained.items()]
+    about = {name: {"name": name, "learned": "nothing"} for name in untrained}
+    for name in args.methods:
+        label = f"{name} fine-tuned" if RIVALS[name].learns == "host" else name
+        about[label] = {
+            "name": name,
+            "learned": "host" if RIVALS[name].learns == "host" else "its own parts",
+            "lr": search(args, name),
+        }
+        for budget in budgets_of(args, name):
+            handle = trained(args, name, budget)
+            entries.append(verb.Entry(label, handle, specs if RIVALS[name].once else [f"{budget:g}G"]))
+    document = compare.complete(verb.contest(options, model, entries, {}), (1, 32), args.rounds)
+    against = {(pair["method"], pair["r"]): pair for pair in document["against_tome"]}
+    rows = []
+    for one in document["rows"]:
+        one["against_tome"] = against.get((one["method"], one["r"]))
+        rows.append(one | about.get(one["method"], {"name": one["method"], "learned": "nothing"}))
+    searched = {
+        name: {f"{lr:g}": held_out(args, name, lr) for lr in LEARNING_RATES[RIVALS[name].learns]}
+        for name in args.methods
+    }
+    return {
+        "model": args.model,
+        "images": document["images"],
+        "budgets": args.budgets,
+        "updates": args.updates,
+        "search_updates": args.search_updates,
+        "batch": args.batch,
+        "loss": "both",
+        "rows": rows,
+        "searched": searched,
+    }
+
+
+def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    data = {name: record.data_hash(args.data / name) for name in ("train", "extra", "val")}
+    path = args.out or common.RESULTS / "rivals.json"
+    record.save(record.collect("rivals", results, seed=0, data=str(data)), path)
+    for row in results["rows"]:
+        pair = row["against_tome"]
+        gain = "" if pair is None else "{value:+.2f} ({low:+.2f} … {high:+.2f})".format(**pair["top1"])
+        print(f"{row['method']:28} {row['r']:>6} {row['macs'] / 1e9:.3f} GFLOPs {row['top1']:6.2f} % {gain}")
+    print(f"record: {path.name}; its table is drawn by benchmarks/tables.py where a page has <!-- table: rivals -->")
+
+
+def plan(args: argparse.Namespace) -> None:
+    """What is left to do, by a few timed updates of each method on this machine as busy as it is now."""
+    total = 0.0
+    for name in args.methods:
+        lrs = LEARNING_RATES[RIVALS[name].learns]
+        searching = sum(left(search_file(args, name, lr).parent, args.search_updates) for lr in lrs)
+        training = sum(left(folder_of(args, name, budget), args.updates) for budget in budgets_of(args, name))
+        seconds = seconds_per_update(args, name) if searching + training else 0.0
+        total += (hours := seconds * (searching + training) / 3600)
+        line = f"{name:14} {RIVALS[name].learns:5}  {searching:4d} + {training:4d} updates of {seconds:5.2f} s"
+        print(f"{line} = {hours:5.2f} h", flush=True)
+    print(f"training: {total:.1f} h with {args.threads} threads; then every method is run on val (minutes)")
+
+
+def left(folder: Path, updates: int) -> int:
+    """Updates that a run still has to make."""
+    state = checkpoint.load(folder)
+    return updates - (0 if state is None else state["update"])
+
+
+def seconds_per_update(args: argparse.Namespace, name: str) -> float:
+    """The time of a few updates, less that of a run with a single one: what every run needs anyway."""
+    taken = []
+    for updates in (1, 1 + TIMED):
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            lr = LEARNING_RATES[RIVALS[name].learns][1]
+            fit(args, name, min(args.budgets), lr, "all", updates, Path(folder))
+            taken.append(time.perf_counter() - started)
+    return (taken[1] - taken[0]) / TIMED
+
+
+if __name__ == "__main__":
+    main()
