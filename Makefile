@@ -30,7 +30,7 @@ test-slow: setup
 # The contract suite with the oldest libraries that pyproject.toml declares.
 test-oldest: setup
 	$(PYTHON) -m venv $(OLD)
-	$(UV) --python $(OLD)/bin/python -c constraints-oldest.txt -e ".[dev]"
+	$(UV) --python $(OLD)/bin/python -c constraints-oldest.txt -e ".[test]"
 	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n auto --dist loadfile -m contract -W default
 
 quality: setup
