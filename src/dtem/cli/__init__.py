@@ -1,7 +1,8 @@
 """The `dtem` command: one thin file per verb. To add one: write its file, add its line here.
 
 A verb's module has `NAME`, `HELP`, `add_arguments(parser)` and `run(args) -> int`, and imports nothing heavy until it
-runs: `dtem --help` does not wait for torch.
+runs: `dtem --help` does not wait for torch. A verb that is not the same for every task has one such file for each, see
+`dtem.cli.tasks`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dtem._version import __version__
+from dtem.cli import tasks
 
 VERBS = {
     "flops": "dtem.cli.flops",
@@ -34,8 +36,8 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line, with every verb."""
+def parser(task: str = tasks.DEFAULT) -> argparse.ArgumentParser:
+    """The command line, with every verb as it is for `task`."""
     top = argparse.ArgumentParser(
         prog="dtem",
         description="Faster Vision Transformers by learned token merging.",
@@ -45,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"dtem {__version__}")
     verbs = top.add_subparsers(metavar="VERB", required=True, dest="verb")
     for name, path in VERBS.items():
-        verb = importlib.import_module(path)
+        files = tasks.VERBS.get(name, {})
+        verb = importlib.import_module(files.get(task, path))
         sub = verbs.add_parser(
             name,
             help=verb.HELP,
@@ -54,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.add_arguments(sub)
+        if files:
+            text = f"{', '.join(files)}; each has options of its own (--task NAME --help); default %(default)s"
+            sub.add_argument("--task", choices=tuple(files), default=tasks.DEFAULT, metavar="NAME", help=text)
         sub.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
         sub.set_defaults(run=verb.run)
     return top
@@ -62,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (2: a mistake in what was asked for, 130: interrupted)."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = parser().parse_args(argv)
+    args = parser(tasks.asked(argv)).parse_args(argv)
     args.command = ["dtem", *argv]
     args.stdout = sys.stdout  # for the result alone: whatever else is printed goes to stderr
     try:

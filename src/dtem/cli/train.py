@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtem.cli import common
 from dtem.cli.options import add_flags, given
+from dtem.cli.tasks import builder
 from dtem.training.config import TrainConfig, flat, presets, resolve
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 NAME = "train"
 HELP = "train embeddings, or the whole model, on your images"
+LABELS = {"top1": "top-1", "top5": "top-5", "cross_entropy": "cross-entropy"}
 EXAMPLES = """\
 examples:
   dtem train --preset few --model deit_tiny_patch16_224 --data photos --eval-data imagenet/val
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from dtem.training.loop import train
 
     torch.manual_seed(config.seed)  # for --random
-    model = common.build(args, drop_path_rate=0.0 if config.mode == "modular" else config.drop_path)
+    model = builder(config.task)(args, drop_path_rate=0.0 if config.mode == "modular" else config.drop_path)
     data_config = resolve_data_config(model=model)  # type: ignore[no-untyped-call]
     result = train(model, config, data_config, args.restart)
     learned = None
@@ -65,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
     for rate in result.outcomes:
         result.handle.r = rate
         counts[rate] = flops.count(model, result.handle.host.image)
-    rows = [
-        {"r": rate, "top1": found.top1, "top5": found.top5, "cross_entropy": found.mean_loss, "macs": counts[rate].macs}
-        for rate, found in result.outcomes.items()
-    ]
+    rows = [{"r": rate, **found, "macs": counts[rate].macs} for rate, found in result.metrics.items()]
     document = {
         "model": args.model,
         "config": flat(config),
@@ -118,9 +117,7 @@ def _tables(
         lines.append(f"{len(result.skipped)} images could not be read and were skipped, e.g. {name}: {reason}")
     if not rows:
         return lines
-    columns = ("r", "top-1", "top-5", "cross-entropy", "GMACs")
-    body = [
-        (row["r"], f"{row['top1']:.2f}", f"{row['top5']:.2f}", f"{row['cross_entropy']:.4f}", common.giga(row["macs"]))
-        for row in rows
-    ]
+    names = [name for name in rows[0] if name not in ("r", "macs")]
+    columns = ("r", *(LABELS.get(name, name) for name in names), "GMACs")
+    body = [(row["r"], *(f"{row[name]:.4g}" for name in names), common.giga(row["macs"])) for row in rows]
     return [common.table(f"on {config.eval_data}", columns, body), *lines]

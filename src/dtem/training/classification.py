@@ -1,10 +1,7 @@
-"""What training asks of a task, answered for image classification: batches, a loss, a score.
-
-Another task is another class with the same four methods (`loader`, `loss`, `evaluate`, `describe`).
-"""
+"""What training asks of a task (`training.tasks`), answered for image classification: batches, a loss, a score."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +13,11 @@ from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, m
 from dtem.tasks.classification.loss import distill_loss, task_loss
 from dtem.tasks.classification.sources import open_source
 from dtem.training.config import TrainConfig
+from dtem.training.tasks import Forward
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Forward = Callable[[Tensor], Tensor]
-"""Images to logits."""
 
 
 class Classification:
@@ -108,6 +103,16 @@ class Classification:
         from accelerate.utils import gather_object
 
         return {rate: outcomes.pool(gather_object([part])) for rate, part in found.items()}
+
+    def score(self, found: Mapping[str, outcomes.Outcomes]) -> float:
+        """The mean cross-entropy: it moves before the accuracy does."""
+        return sum(part.mean_loss for part in found.values()) / len(found)
+
+    def metrics(self, part: outcomes.Outcomes) -> dict[str, float]:
+        return {"top1": part.top1, "top5": part.top5, "cross_entropy": part.mean_loss}
+
+    def brief(self, part: outcomes.Outcomes) -> str:
+        return f"{part.top1:.2f} % ({part.mean_loss:.4f})"
 
     def describe(self) -> dict[str, str]:
         """What the adapter should say about its data: the names of the files, where there are not too many."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from dtem.tasks.classification.augmentation import Augmentation
 
+TASKS = ("classification", "segmentation", "captioning")
 MODES = ("modular", "end-to-end", "finetune")
 LOSSES = ("task", "distill", "both")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -23,6 +24,8 @@ SCHEDULES = ("given", "learned")
 class TrainConfig:
     """One training run."""
 
+    task: str = "classification"
+    """What the model does: classification, segmentation or captioning."""
     data: str = ""
     """Training images: a folder (one folder per class, or just images), timm:…, hf:…, hf-stream:… or wds:…."""
     eval_data: str = ""
@@ -100,7 +103,14 @@ class TrainConfig:
     """Write the names of the training files into the adapter, if there are no more than so many."""
 
     def __post_init__(self) -> None:
-        choices = {"mode": MODES, "loss": LOSSES, "dtype": DTYPES, "schedule": SCHEDULES, "bad": ("skip", "stop")}
+        choices = {
+            "task": TASKS,
+            "mode": MODES,
+            "loss": LOSSES,
+            "dtype": DTYPES,
+            "schedule": SCHEDULES,
+            "bad": ("skip", "stop"),
+        }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise _error(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")

@@ -9,6 +9,7 @@ flat reduction. Which parameters learn may then change from update to update.
 
 import copy
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -21,14 +22,12 @@ from torch import Tensor, nn
 
 from dtem import adapters
 from dtem.handle import Handle, patch
-from dtem.tasks.classification.data import Batch
-from dtem.tasks.classification.outcomes import Outcomes
 from dtem.training import keep
-from dtem.training.classification import Classification
 from dtem.training.config import TrainConfig
 from dtem.training.logs import Log, compact
 from dtem.training.optimise import average_gradients, groups, learning_rate
 from dtem.training.plans import Phase, Plan, enter, grown, options_of, plan_of
+from dtem.training.tasks import Task, open_task
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -45,8 +44,10 @@ class Result:
     updates: int
     loss: float
     """Of the last update."""
-    outcomes: dict[str, Outcomes]
-    """By r, on the evaluation data; empty without any."""
+    outcomes: dict[str, Any]
+    """By r, what the task found on the evaluation data; empty without any."""
+    metrics: dict[str, dict[str, float]]
+    """By r, the numbers of that."""
     skipped: dict[str, str]
     """Training images that could not be read, and why."""
     waited: float
@@ -72,7 +73,7 @@ class Run:
         self.config = config
         self.accelerator = _accelerator(config)
         self.folder = Path(config.out)
-        self.task = Classification(config, model, data_config, self.accelerator)
+        self.task: Task = open_task(config, model, data_config, self.accelerator)
         self.total = self._total()
         # A host that learns cannot be its own teacher: the one that it was is kept.
         distils = config.loss != "task" and config.mode != "modular"
@@ -97,7 +98,7 @@ class Run:
     def go(self) -> Result:
         """Train to the end, evaluate, and leave the files of the run."""
         started, waited = time.perf_counter(), 0.0
-        outcomes: dict[str, Outcomes] = {}
+        outcomes: dict[str, Any] = {}
         with Log(self.folder, self.config.log, self.total, self.update, self.accelerator.is_main_process) as log:
             batches = self._batches()
             while self.update < self.total:
@@ -118,7 +119,8 @@ class Run:
         self.handle.model.eval()
         share = waited / max(time.perf_counter() - started, 1e-9)
         skipped = self.task.loader.skipped
-        return Result(self.handle, self.folder, self.update, self.loss, outcomes, skipped, share)
+        metrics = {rate: self.task.metrics(part) for rate, part in outcomes.items()}
+        return Result(self.handle, self.folder, self.update, self.loss, outcomes, metrics, skipped, share)
 
     def _total(self) -> int:
         if self.config.updates:
@@ -160,7 +162,7 @@ class Run:
     def _due(self, every: int) -> bool:
         return self.update % every == 0 or self.update == self.total
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Any]:
         """Batches from the present position on, for ever; `position` is kept at the next one."""
         epoch, step = self.position
         while True:
@@ -174,7 +176,7 @@ class Run:
             epoch, step = epoch + 1, 0
             self.position = (epoch, step)
 
-    def _step(self, passes: list[Batch]) -> dict[str, float]:
+    def _step(self, passes: list[Any]) -> dict[str, float]:
         """One update."""
         phase = self.plan.phase(self.update)
         drawn = torch.Generator().manual_seed(self._number(0))
@@ -190,7 +192,7 @@ class Run:
         for index, batch in enumerate(passes):
             own: dict[str, Tensor] = {}
             with self.accelerator.autocast():
-                student = lambda images, own=own: self._student(images, phase, rate, own)  # noqa: E731
+                student = functools.partial(self._student, phase, rate, own)
                 loss = self.task.loss(batch, self._number(2, process, index), student, self._teach)
                 loss = sum(own.values(), loss) / len(passes)
             self.accelerator.backward(loss)
@@ -213,22 +215,22 @@ class Run:
             values[f"loss/{name}"] = float(self.accelerator.reduce(part, reduction="mean"))
         return values
 
-    def _student(self, images: Tensor, phase: Phase, rate: str, own: dict[str, Tensor]) -> Tensor:
+    def _student(self, phase: Phase, rate: str, own: dict[str, Tensor], *inputs: Tensor) -> Tensor:
         """The logits; the method's own losses go into `own`."""
         enter(self.plan, phase, self.handle, rate, grown(self.update, self.total, self.config.ramp))
         self.handle.method.train(phase.soft)  # what is random in a method is so where it learns, even by a frozen host
         with adapters.auxiliary() as losses:
-            logits: Tensor = self.handle.model(images)
+            logits: Tensor = self.handle.model(*inputs)
         own.update(losses)
         return logits
 
     @torch.no_grad()
-    def _teach(self, images: Tensor) -> Tensor:
+    def _teach(self, *inputs: Tensor) -> Tensor:
         """What the model says without merging."""
         if self.teacher is not None:
-            return self.teacher(images)
+            return self.teacher(*inputs)
         self.handle.mode, self.handle.r = "hard", 0
-        return self.handle.model.eval()(images)
+        return self.handle.model.eval()(*inputs)
 
     def _optimiser(self, name: str) -> Any:
         parameters = groups(self.plan.parameters[name], self.config.weight_decay)
@@ -242,16 +244,16 @@ class Run:
         sequence = np.random.SeedSequence((self.config.seed, self.update, *parts))
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
-    def _evaluate(self, log: Log) -> dict[str, Outcomes]:
+    def _evaluate(self, log: Log) -> dict[str, Any]:
         self.handle.mode = "hard"
-        found = self.task.evaluate(self.handle)
+        found = dict(self.task.evaluate(self.handle))
         if not found:
             return found
-        score = sum(part.mean_loss for part in found.values()) / len(found)
+        score = self.task.score(found)
         values = {"eval/score": score}
         for rate, part in found.items():
-            values |= {f"eval/top1_r{rate}": part.top1, f"eval/loss_r{rate}": part.mean_loss}
-        summary = ", ".join(f"r={rate}: {part.top1:.2f} % ({part.mean_loss:.4f})" for rate, part in found.items())
+            values |= {f"eval/{name}_r{rate}": value for name, value in self.task.metrics(part).items()}
+        summary = ", ".join(f"r={rate}: {self.task.brief(part)}" for rate, part in found.items())
         if self.learned:
             summary += f" at {compact(self.learned)}"
         better = score < self.best
