@@ -144,6 +144,8 @@ def test_header_says_what_the_file_is(tmp_path: Path) -> None:
             "scale": 0.1,
             "candidates": None,
             "exclude": "mass",
+            "learn_rates": False,
+            "flops_weight": 100.0,
         },
         "host": {
             "name": HOST,

@@ -116,6 +116,11 @@ class Handle:
         """
         if self.method.schedule() is None:
             raise DtemError(f"method {self.method.name!r} learns no rates; use diffrate, or dtem with learn_rates=True")
+        if self.merger.shortcut:
+            raise DtemError(
+                "rates are learned without the shortcut, which makes the last block unlike the others: "
+                "leave shortcut=True to dtem.from_pretrained"
+            )
         self.r = r
         if not any(plan := self.plan):
             raise DtemError(f"r = {r} leaves no rates to learn: it merges nothing")

@@ -1,6 +1,8 @@
 """Rates learned beside the embedding: gradients by finite differences, costs by counting, whole numbers by trying."""
 
 import copy
+import itertools
+import math
 import random
 
 import pytest
@@ -65,10 +67,15 @@ def test_before_training_it_is_the_constant_schedule(method):
 
 
 @pytest.mark.parametrize(("name", "method"), [("deit", "dtem"), ("mae", "dtem"), ("mae", "tome_gumbel")])
-def test_the_task_moves_rates_as_finite_differences_say(name, method):
-    """Between whole numbers, where which tokens are excluded does not change. `exclude` by size would depend on it."""
-    model, handle = learning(name, moved=MOVED, method=method)
+def test_the_task_moves_rates_as_finite_differences_say(name, method, monkeypatch):
+    """Between whole numbers, where which tokens are excluded does not change (`exclude` by size would depend on it).
+    What has no gradient by design is held: embeddings, whose input is detached, and the clip, by mild temperatures."""
+    model, handle = learning(name, moved=MOVED, method=method, temperature=1.0, scale=1.0)
     model.double()
+    held, metric = {}, handle.method.metric
+    monkeypatch.setattr(
+        handle.method, "metric", lambda layer, taps: held.setdefault(layer, metric(layer, taps).detach())
+    )
     handle.mode, handle.r = "soft", "learned"
     offset, x = handle.method.rates.offset, images(name, batch=1).double()
 
@@ -108,9 +115,14 @@ def test_the_flops_loss_is_what_is_counted():
     spent = counted(handle, START)
     now = handle.method.rates()
     torch.testing.assert_close(now, torch.tensor(START) + torch.tensor(MOVED))
-    low, high = (counted(handle, [int(rate) + more for rate in now.tolist()]) for more in (1, 0))
-    excess = (losses["flops"].item() / 7.0) ** 0.5
-    assert min(abs(low / spent - 1), abs(high / spent - 1)) < excess < max(abs(low / spent - 1), abs(high / spent - 1))
+    between = 0.0  # the counts of all whole plans around, each by how near it is
+    for more in itertools.product((0, 1), repeat=4):
+        near = [rate % 1 if up else 1 - rate % 1 for rate, up in zip(now.tolist(), more, strict=True)]
+        between += math.prod(near) * counted(
+            handle, [int(rate) + up for rate, up in zip(now.tolist(), more, strict=True)]
+        )
+    assert (losses["flops"].item() / 7.0) ** 0.5 == pytest.approx(abs(between / spent - 1), abs=3e-4)
+    assert abs(between / spent - 1) > 5e-3
 
 
 def test_without_an_aim_there_is_no_flops_loss():
@@ -186,7 +198,8 @@ def test_rates_stay_between_nothing_and_half():
 def test_checkpointing_keeps_gradients(shortcut):
     x, found = images("deit"), []
     for again in (False, True):
-        model, handle = learning(moved=MOVED, shortcut=shortcut)
+        model, handle = learning(moved=MOVED)
+        handle.merger.shortcut = shortcut
         model.train()
         model.set_grad_checkpointing(again)
         handle.mode, handle.r = "soft", "learned"
@@ -257,6 +270,8 @@ def test_what_cannot_be_aimed_at_is_refused():
     for method in ("tome", "dtem"):
         with pytest.raises(dtem.DtemError, match=f"'{method}' learns no rates.*learn_rates=True"):
             patched("deit", method)[1].aim(4)
+    with pytest.raises(dtem.DtemError, match="without the shortcut"):
+        patched("deit", "dtem", learn_rates=True, shortcut=True)[1].aim(4)
     with pytest.raises(dtem.DtemError, match="learn_rates = 'yes'"):
         patched("deit", "dtem", learn_rates="yes")
     with torch.device("meta"):

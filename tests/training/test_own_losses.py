@@ -129,7 +129,7 @@ def test_rates_are_learned_and_left_behind(images: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "dynamicvit", "options": {"stages": [1]}}, "stages = "),
+        ({"method": "dynamicvit", "options": {"stages": [7]}}, "stages = "),
         ({"method": "dynamicvit", "options": {"stages": (1,)}, "r": "4"}, "block 0.*blocks 1 only"),
         ({"method": "dynamicvit", "options": {"stages": (1,)}, "r": "0/4/0", "eval_r": "4"}, "block 0.*blocks 1 only"),
         ({"eval_r": "learned"}, "'dtem' learns no schedule"),

@@ -75,6 +75,8 @@ class LearnedRates(nn.Module):
         All rates are raised or lowered alike until, rounded, they cost no more than the budget. Then those that were
         raised most give a token back, as far as the budget has room for it.
         """
+        if self.offset.is_meta:
+            raise DtemError("a model without weights (device meta) has learned no rates; give r as numbers")
         prices = self.prices.double().cpu()
         budget = gflops(prices, self.start.double().cpu(), self.host) * (1 + 1e-9)
         # blocks with equal rates step one after the other, the first ones first
@@ -97,8 +99,6 @@ class LearnedRates(nn.Module):
         return plan
 
     def _clamp(self, rates: Sequence[float]) -> Plan:
-        if self.offset.is_meta:
-            raise DtemError("a model without weights (device meta) has learned no rates; give r as numbers")
         return schedules.clamp([max(round(rate), 0) for rate in rates], self.host.patches)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LearnedRates":
@@ -108,7 +108,7 @@ class LearnedRates(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(moved.device)
 
-        super()._apply(exact, recurse)
+        super()._apply(exact, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
