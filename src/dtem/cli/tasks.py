@@ -8,11 +8,15 @@ from typing import Any
 DEFAULT = "classification"
 BUILDERS = {
     DEFAULT: "dtem.cli.common:build",
+    "segmentation": "dtem.cli.segmentation:build",
 }
 """Task to the function that builds its host model from the options: ``build(args, drop_path_rate=…) -> model``."""
 VERBS = {
     "eval": {
         DEFAULT: "dtem.cli.evaluate",
+    },
+    "show": {
+        DEFAULT: "dtem.cli.show",
     },
 }
 """Verbs that have one file per task: its options and what it prints are the task's own."""

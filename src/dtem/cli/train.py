@@ -7,7 +7,7 @@ the images need no labels. A run lives in --out; the same command again goes on 
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from dtem.cli import common
+from dtem.cli import common, segmentation
 from dtem.cli.options import add_flags, given
 from dtem.cli.tasks import builder
 from dtem.training.config import TrainConfig, flat, presets, resolve
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", metavar="N", type=int, help="classes of the head, where not the model's own")
     parser.add_argument("--img-size", metavar="N", help="image size where it is not the model's own: 384 or 224x320")
     parser.add_argument("--pool", choices=("token", "avg", "map"), help="how the head reads tokens (MAE: avg)")
+    segmentation.add_model_arguments(parser)
     parser.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(presets())}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win over it, it over --preset")
     parser.add_argument("--restart", action="store_true", help="throw away an earlier run in --out")
@@ -92,8 +93,8 @@ def _fill(args: argparse.Namespace, preset: dict[str, Any]) -> None:
 
     for name, value in preset.items():
         slot = {"name": "model"}.get(name, name)
-        if slot not in ("model", "pool", "classes", "img_size"):
-            raise DtemError(f"model: {name} is not known in a settings file; use name, pool, classes or img_size")
+        if slot not in ("model", "pool", "classes", "img_size", "norm"):
+            raise DtemError(f"model: {name} is not known in a settings file; use name, pool, classes, img_size or norm")
         if getattr(args, slot) is None:
             setattr(args, slot, str(value) if slot == "img_size" else value)
     if args.model is None:

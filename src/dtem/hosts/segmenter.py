@@ -151,14 +151,24 @@ class Segmenter(nn.Module):
         return encoder.norm_pre(encoder.patch_drop(encoder.pos_drop(x)))
 
 
-def create(name: str, num_classes: int = 150, image: int | None = None, drop_path: float = 0.0) -> Segmenter:
-    """A preset (`PRESETS`) with random weights; `image` is the side of the crops that it is trained with."""
+def create(
+    name: str,
+    num_classes: int = 150,
+    image: int | tuple[int, int] | None = None,
+    drop_path: float = 0.0,
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5),
+    std: tuple[float, ...] = (0.5, 0.5, 0.5),
+) -> Segmenter:
+    """A preset (`PRESETS`) with random weights; `image` is the size of the crops that it is trained with."""
     if name not in PRESETS:
         raise DtemError(f"segmenter {name!r} is not known; choose one of: {', '.join(PRESETS)}")
     _, size, decoder, patch = name.split("_")
     width, depth, side = SIZES[size]
-    encoder = plain_encoder(width, depth, int(patch), (image or side,) * 2, drop_path=drop_path)
-    return Segmenter(encoder, build_decoder(decoder, width, num_classes), name)
+    image = (image or side,) * 2 if not isinstance(image, tuple) else image
+    if any(part < 1 or part % int(patch) for part in image):
+        raise DtemError(f"image = {image[0]}x{image[1]} is not a multiple of the patch size, {patch}")
+    encoder = plain_encoder(width, depth, int(patch), image, drop_path=drop_path)
+    return Segmenter(encoder, build_decoder(decoder, width, num_classes), name, mean, std)
 
 
 def plain_encoder(

@@ -13,7 +13,7 @@ from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, m
 from dtem.tasks.classification.loss import distill_loss, task_loss
 from dtem.tasks.classification.sources import open_source
 from dtem.training.config import TrainConfig
-from dtem.training.tasks import Forward
+from dtem.training.tasks import Forward, share_of
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -43,16 +43,10 @@ class Classification:
                 f"{config.data} has no labels, and loss = {config.loss!r} needs them: sort the images into one folder "
                 "per class, or train with --loss distill, which needs none"
             )
-        share, rest = divmod(config.batch, world * config.accumulate)
-        if rest or not share:
-            raise DtemError(
-                f"batch = {config.batch} cannot be split evenly over {world} processes × {config.accumulate} "
-                "accumulation steps; choose a multiple of their product"
-            )
         return Loader(
             source,
             train_transform(data_config, config.augment),
-            share,
+            share_of(config, world),
             seed=config.seed,
             shuffle=True,
             rank=self.accelerator.process_index,

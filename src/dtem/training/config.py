@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtem.tasks.classification.augmentation import Augmentation
+from dtem.tasks.segmentation.augmentation import Views
 
 TASKS = ("classification", "segmentation", "captioning")
 MODES = ("modular", "end-to-end", "finetune")
@@ -79,6 +80,7 @@ class TrainConfig:
     drop_path: float = 0.1
     """Stochastic depth in the steps that train the model."""
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
+    views: Views = dataclasses.field(default_factory=Views)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the method, NAME=VALUE, e.g. temperature=0.05 (may be given several times)."""
     dtype: str = "fp32"
@@ -166,20 +168,26 @@ def resolve(
 
 
 def build(values: Mapping[str, Any]) -> TrainConfig:
-    """A config from flat names (those of `Augmentation` among them); an unknown one is refused."""
-    inner = {field.name for field in dataclasses.fields(Augmentation)}
-    own = {field.name for field in dataclasses.fields(TrainConfig)} - {"augment"}
-    if unknown := sorted(values.keys() - inner - own):
-        raise _error(f"{unknown[0]!r} is no training setting; known are: {', '.join(sorted(own | inner))}")
+    """A config from flat names (those of the dataclasses inside it among them); an unknown one is refused."""
+    inner = {name: {field.name for field in dataclasses.fields(cls)} for name, cls in _INNER.items()}
+    own = {field.name for field in dataclasses.fields(TrainConfig)} - inner.keys()
+    known = own.union(*inner.values())
+    if unknown := sorted(values.keys() - known):
+        raise _error(f"{unknown[0]!r} is no training setting; known are: {', '.join(sorted(known))}")
     wanted = {name: _fit(TrainConfig, name, value) for name, value in values.items() if name in own}
-    augment = Augmentation(**{name: _fit(Augmentation, name, value) for name, value in values.items() if name in inner})
-    return TrainConfig(**wanted, augment=augment)
+    for name, cls in _INNER.items():
+        wanted[name] = cls(**{each: _fit(cls, each, value) for each, value in values.items() if each in inner[name]})
+    return TrainConfig(**wanted)
+
+
+_INNER: dict[str, type] = {"augment": Augmentation, "views": Views}
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:
     """The settings as `build` takes them and YAML holds them."""
     values = dataclasses.asdict(config)
-    values |= values.pop("augment")
+    for name in _INNER:
+        values |= values.pop(name)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "classification": "dtem.training.classification:Classification",
+    "segmentation": "dtem.training.segmentation:Segmentation",
 }
 
 Forward = Callable[..., Tensor]
@@ -69,3 +70,14 @@ def open_task(config: TrainConfig, model: nn.Module, data_config: dict[str, Any]
     module, name = TASKS[config.task].split(":")
     task: Task = getattr(importlib.import_module(module), name)(config, model, data_config, accelerator)
     return task
+
+
+def share_of(config: TrainConfig, world: int) -> int:
+    """Images of one pass of one process."""
+    share, rest = divmod(config.batch, world * config.accumulate)
+    if rest or not share:
+        raise DtemError(
+            f"batch = {config.batch} cannot be split evenly over {world} processes × {config.accumulate} "
+            "accumulation steps; choose a multiple of their product"
+        )
+    return share

@@ -220,8 +220,11 @@ class _Reader:
             image, label, name = found
             if fault := _misfit(name, label, self.classes):
                 return _Part(None, [], [], bad, fault)
-            with seeded(*self.seed, position):
-                samples.append((self.transform(image), label, name))
+            try:
+                with seeded(*self.seed, position):
+                    samples.append((self.transform(image), label, name))
+            except DtemError as error:
+                return _Part(None, [], [], bad, str(error))
         kept = [sample for sample in samples if sample is not None]
         if self.replace:
             if not kept:

@@ -8,7 +8,7 @@ narrower than that of two accuracies held against each other.
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class Outcomes:
                 raise DtemError(f"outcomes of {n} images need {field} of shape {shape}, not {found}")
         if n == 0:
             raise DtemError("there are no outcomes: not one image was evaluated")
-        if twice := _repeated(self.names):
+        if twice := repeated(self.names):
             raise DtemError(f"the image {twice!r} is there twice; outcomes are paired by name, so each needs its own")
         if not self.loss.isfinite().all():
             first = self.names[int((~self.loss.isfinite()).nonzero()[0])]
@@ -88,7 +88,7 @@ class Outcomes:
     def load(cls, path: str | Path) -> "Outcomes":
         """Read what `save` wrote; a file that is damaged or something else is refused by name."""
         try:
-            names, tensors = _read(Path(path))
+            names, tensors = read_tensors(Path(path), _KEY, _TENSORS)
             return cls(names, **tensors)
         except DtemError as error:
             raise DtemError(f"{path}: {error}") from error
@@ -174,7 +174,7 @@ def pool(parts: Sequence[Outcomes]) -> Outcomes:
     if not parts:
         raise DtemError("there are no outcomes to pool")
     names = [name for part in parts for name in part.names]
-    if twice := _repeated(names):
+    if twice := repeated(names):
         raise DtemError(f"the image {twice!r} is in more than one part: only outcomes on disjoint images are pooled")
     return Outcomes(
         names,
@@ -184,7 +184,7 @@ def pool(parts: Sequence[Outcomes]) -> Outcomes:
     )
 
 
-def _repeated(names: Sequence[str]) -> str | None:
+def repeated(names: Sequence[str]) -> str | None:
     """The first name that is there for the second time."""
     seen: set[str] = set()
     for name in names:
@@ -194,10 +194,11 @@ def _repeated(names: Sequence[str]) -> str | None:
     return None
 
 
-def _read(path: Path) -> tuple[list[str], dict[str, Tensor]]:
+def read_tensors(path: Path, key: str, expected: Mapping[str, torch.dtype]) -> tuple[list[str], dict[str, Tensor]]:
+    """Names of images, and what is kept of each, from a file with the header `key`."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_KEY, "null"))
+            header = json.loads((file.metadata() or {}).get(key, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
         raise DtemError(f"this is not a whole safetensors file ({error})") from error
@@ -209,6 +210,6 @@ def _read(path: Path) -> tuple[list[str], dict[str, Tensor]]:
         raise DtemError(f"these are outcomes of format {header['format']!r}; this version reads format {FORMAT}")
     names = header.get("names")
     found = {name: tensor.dtype for name, tensor in tensors.items()}
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or found != _TENSORS:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or found != expected:
         raise DtemError(f"the outcomes are damaged: they hold {', '.join(sorted(found)) or 'nothing'}")
     return names, tensors

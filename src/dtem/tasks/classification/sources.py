@@ -12,7 +12,7 @@ worker processes, and only for images that are wanted.
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtem.types import DtemError
 
@@ -28,8 +28,9 @@ _SPLITS = {"train", "val", "valid", "validation", "test"}
 class Record(NamedTuple):
     """One image as a source hands it out."""
 
-    image: "bytes | Image.Image"
-    """The encoded file, or the image where a library has decoded it already."""
+    image: "bytes | Image.Image | Any"
+    """The encoded file, or the image where a library has decoded it already; or whatever else the transform takes (an
+    image with its mask), with a `load` that decodes it."""
     label: int
     """Index of the class, `UNLABELLED` where there is none."""
     name: str

@@ -1,0 +1,1 @@
+"""Semantic segmentation: images with masks, cross-entropy by pixel, mean IoU."""

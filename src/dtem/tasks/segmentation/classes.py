@@ -1,0 +1,190 @@
+"""The classes of a dataset: their names, how masks write them, and how they are drawn.
+
+A mask is an 8-bit image whose values stand for classes (also one with a palette), or one in colours. A YAML file says
+which:
+
+    classes:
+      - {name: road, color: [128, 64, 128]}     # color: needed where masks are in colours
+      - {name: car, value: 7}                   # value in 8-bit masks; default: the place in the list, from 0
+    ignore: [255, [0, 0, 0]]                    # values or colours that stand for no class
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtem.types import DtemError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+IGNORE = -1
+"""In a decoded mask: a pixel that belongs to no class."""
+_OUTSIDE = -2
+Colour = tuple[int, int, int]
+Mask = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What pixels can be."""
+
+    names: tuple[str, ...]
+    values: tuple[int, ...]
+    """Of each class, in 8-bit masks."""
+    ignore: frozenset[int] = frozenset()
+    """Values of no class."""
+    colours: tuple[Colour, ...] = ()
+    """Of each class, to draw it and to read masks in colours; none: drawn in colours of our own."""
+    ignore_colours: frozenset[Colour] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def drawn(self) -> tuple[Colour, ...]:
+        """A colour for each class."""
+        return self.colours or tuple(own_colour(index + 1) for index in range(len(self)))
+
+    def read(self, mask: "Image.Image", name: str) -> Mask:
+        """The class of each pixel, `IGNORE` where there is none. What stands for nothing is refused."""
+        if mask.mode in ("P", "L", "1", "I", "I;16"):
+            return self._of_values(np.asarray(mask), name)
+        return self._of_colours(np.asarray(mask.convert("RGB")), name)
+
+    def _of_values(self, pixels: Mask, name: str) -> Mask:
+        table = np.full(65536, _OUTSIDE, np.int16)
+        table[list(self.ignore)] = IGNORE
+        table[list(self.values)] = np.arange(len(self))
+        found = table[pixels.astype(np.uint16)]
+        if (outside := found == _OUTSIDE).any():
+            value = int(pixels[outside][0])
+            raise DtemError(
+                f"the mask {name} has the value {value}, which is none of the {len(self)} classes "
+                f"({_ranges(self.values)}), nor one to ignore ({_ranges(self.ignore) or 'there is none'}): mend the "
+                "mask or the list of classes"
+            )
+        return found
+
+    def _of_colours(self, pixels: Mask, name: str) -> Mask:
+        if not self.colours:
+            raise DtemError(f"the mask {name} is in colours, and the classes have none: give each a color in the YAML")
+        codes = _code(pixels)
+        found = np.full(codes.shape, _OUTSIDE, np.int16)
+        for colour in self.ignore_colours:
+            found[codes == _code(np.array(colour))] = IGNORE
+        for index, colour in enumerate(self.colours):
+            found[codes == _code(np.array(colour))] = index
+        if (outside := found == _OUTSIDE).any():
+            colour = tuple(pixels[outside][0].tolist())
+            raise DtemError(f"the mask {name} has the colour {colour}, which is none of the {len(self)} classes")
+        return found
+
+
+def _code(pixels: Mask) -> Any:
+    return (pixels.astype(np.int32) * np.array([65536, 256, 1])).sum(-1)
+
+
+def own_colour(index: int) -> Colour:
+    """Colours that differ most for small indices: bit 3k + c of the index is bit 7 − k of channel c (Pascal VOC's)."""
+    channels = [0, 0, 0]
+    for k in range(8):
+        for c in range(3):
+            channels[c] |= (index >> (3 * k + c) & 1) << (7 - k)
+    return channels[0], channels[1], channels[2]
+
+
+VOC = (
+    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
+CAMVID = (
+    *("sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian"),
+    "bicyclist",
+)
+
+
+def voc() -> Classes:
+    """Pascal VOC: background is a class, the border around objects (255) is ignored."""
+    colours = tuple(own_colour(index) for index in range(21))
+    return Classes(VOC, tuple(range(21)), frozenset({255}), colours, frozenset({(224, 224, 192)}))
+
+
+def camvid() -> Classes:
+    """CamVid in its usual 11 classes."""
+    return Classes(CAMVID, tuple(range(11)), frozenset({11, 255}))
+
+
+def ade20k(root: Path) -> Classes:
+    """ADE20K: 150 classes, written 1 to 150; 0 is ignored. Names are in the set's own objectInfo150.txt."""
+    table = root / "objectInfo150.txt"
+    names = [f"class {value}" for value in range(1, 151)]
+    if table.is_file():
+        rows = [line.split("\t") for line in table.read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
+        if len(rows) != 150:
+            raise DtemError(f"{table} has {len(rows)} classes, not 150")
+        names = [row[-1].split(",")[0].strip() for row in rows]
+    return Classes(tuple(names), tuple(range(1, 151)), frozenset({0}))
+
+
+def from_yaml(path: Path) -> Classes:
+    """The classes that a file names."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DtemError(f"{path} cannot be read as YAML: {error}") from error
+    listed = found.get("classes") if isinstance(found, Mapping) else None
+    if not isinstance(listed, list) or not listed:
+        raise DtemError(f"{path} must hold a list under classes:, each with a name (and a color, a value)")
+    names, values, colours = [], [], []
+    for place, entry in enumerate(listed):
+        entry = {"name": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, Mapping) or "name" not in entry or entry.keys() - {"name", "color", "value"}:
+            raise DtemError(
+                f"{path}: class {place} is {entry!r}; write {{name: road, color: [128, 64, 128], value: 0}}"
+            )
+        names.append(str(entry["name"]))
+        values.append(_value(entry.get("value", place), path))
+        if "color" in entry:
+            colours.append(_colour(entry["color"], path))
+    ignored = found.get("ignore", [])
+    ignored = ignored if isinstance(ignored, list) else [ignored]
+    plain = frozenset(_value(each, path) for each in ignored if not isinstance(each, list))
+    coloured = frozenset(_colour(each, path) for each in ignored if isinstance(each, list))
+    if colours and len(colours) != len(names):
+        raise DtemError(f"{path}: {len(colours)} of {len(names)} classes have a color; give it to all or to none")
+    for what, each in (("name", names), ("value", [*values, *plain]), ("color", [*colours, *coloured])):
+        if twice := _repeated(each):
+            raise DtemError(f"{path}: the {what} {twice[0]} is there twice")
+    return Classes(tuple(names), tuple(values), plain, tuple(colours), coloured)
+
+
+def _value(value: object, path: Path) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 65536:
+        raise DtemError(f"{path}: {value!r} is no value of a mask; give a whole number from 0 on")
+    return value
+
+
+def _colour(value: object, path: Path) -> Colour:
+    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(v, int) and 0 <= v < 256 for v in value):
+        raise DtemError(f"{path}: {value!r} is no colour; write three numbers from 0 to 255")
+    return value[0], value[1], value[2]
+
+
+def _repeated(values: Sequence[object]) -> list[object]:
+    return [value for place, value in enumerate(values) if value in values[:place]]
+
+
+def _ranges(values: Any) -> str:
+    """0 to 10, 12: whole numbers in short."""
+    ordered, parts = sorted(values), []
+    while ordered:
+        length = next((n for n in range(1, len(ordered)) if ordered[n] != ordered[0] + n), len(ordered))
+        parts.append(str(ordered[0]) if length == 1 else f"{ordered[0]} to {ordered[length - 1]}")
+        ordered = ordered[length:]
+    return ", ".join(parts)
