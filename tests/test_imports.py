@@ -30,9 +30,10 @@ ROOMS = [
     "export",
     "tasks",
     "training",
+    "app",
     "cli",
 ]
-FACADE_AFTER = "storage"  # `import dtem` itself offers what is defined up to here
+FACADE_AFTER = "tasks"  # `import dtem` itself offers what is defined up to here
 HOST_LIBRARIES = {"timm", "transformers"}
 HOST_ROOMS = {"hosts", "adapters"}  # import those freely; everyone imports these rooms' modules lazily
 LAZY_ROOMS = {"tasks", "training", "cli"}  # may import those too, but only inside functions

@@ -12,6 +12,7 @@ from dtem._version import __version__
 if TYPE_CHECKING:
     from dtem.handle import Handle, patch
     from dtem.storage import from_pretrained, push_to_hub, save
+    from dtem.tasks.classification.show import show
     from dtem.types import DtemError
 
 _PUBLIC = {
@@ -21,9 +22,10 @@ _PUBLIC = {
     "patch": "dtem.handle",
     "push_to_hub": "dtem.storage",
     "save": "dtem.storage",
+    "show": "dtem.tasks.classification.show",
 }
 
-__all__ = ["DtemError", "Handle", "__version__", "from_pretrained", "patch", "push_to_hub", "save"]
+__all__ = ["DtemError", "Handle", "__version__", "from_pretrained", "patch", "push_to_hub", "save", "show"]
 
 
 def __getattr__(name: str) -> Any:

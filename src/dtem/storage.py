@@ -229,12 +229,12 @@ def locate(source: Source, revision: str | None) -> Path:
     """The local file that `source` stands for, fetched from the Hub if need be."""
     if not isinstance(source, str | os.PathLike):
         raise DtemError(f"{source!r} is a {type(source).__name__}, not a path, a shipped name or a Hub id")
-    name, shipped = os.fspath(source), _shipped()
+    name, known = os.fspath(source), shipped()
     for path in (name, os.path.join(name, FILE)):
         if os.path.isfile(path):
             return Path(path)
-    if name in shipped:
-        return shipped[name]
+    if name in known:
+        return known[name]
     if _HUB_ID.fullmatch(name) and not os.path.exists(name):
         import huggingface_hub
 
@@ -242,11 +242,11 @@ def locate(source: Source, revision: str | None) -> Path:
             return Path(huggingface_hub.hf_hub_download(name, FILE, revision=revision))
     raise DtemError(
         f"no adapter found as {name!r}: it is not a file, not a folder that holds {FILE}, not a shipped name "
-        f"(shipped: {', '.join(sorted(shipped)) or 'none'}) and not a Hub id (owner/name)"
+        f"(shipped: {', '.join(sorted(known)) or 'none'}) and not a Hub id (owner/name)"
     )
 
 
-def _shipped() -> dict[str, Path]:
+def shipped() -> dict[str, Path]:
     """Adapters inside the package, by name."""
     folder = Path(str(resources.files("dtem"))) / "pretrained" / "adapters"
     return {path.stem: path for path in folder.glob("*.safetensors")}

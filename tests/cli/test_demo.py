@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from dtem.cli import demo, demo_page, main
 from dtem.tasks.classification.outcomes import Outcomes
+from dtem.visualise import groups
 
 Run = Callable[..., dict]
 
@@ -148,9 +149,9 @@ def test_images_that_tell_the_methods_apart_are_shown_first() -> None:
 
 
 def test_pictures_are_of_blocks_that_merged_much() -> None:
-    assert demo_page._blocks([180, 147, 100, 98, 20, 10], 196) == {1: 147, 3: 98, 4: 20, 5: 10}
-    assert demo_page._blocks([40, 10], 196) == {0: 40, 1: 10}
-    assert demo_page._blocks([190, 184], 196) == {1: 184}
+    assert groups.telling_blocks([180, 147, 100, 98, 20, 10], 196) == [1, 3, 4, 5]
+    assert groups.telling_blocks([40, 10], 196) == [0, 1]
+    assert groups.telling_blocks([190, 184], 196) == [1]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ VERBS = {
     "eval": "dtem.cli.evaluate",
     "compare": "dtem.cli.compare",
     "models": "dtem.cli.models",
+    "show": "dtem.cli.show",
+    "app": "dtem.cli.app",
     "demo": "dtem.cli.demo",
 }
 

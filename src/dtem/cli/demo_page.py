@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 SHOWN = 6
 """Images of which pictures are drawn."""
-_SHARES = (0.75, 0.5, 0.25, 0.1)
 _COLUMNS = ("method", "r", "tokens left", "top-1 %", "cross-entropy", "GFLOPs (MACs)", "im/s", "speed-up (quartiles)")
 _PAIRS = ("r", "top-1 points (95 %)", "accuracy is", "cross-entropy (95 %)", "cross-entropy is")
 
@@ -158,18 +157,12 @@ def _figure(case: "Case", image: "torch.Tensor", sources: Mapping[str, "torch.Te
     pixels = (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
     embed: Any = case.host.patch_embed
     grid = tuple(embed.grid_size)
-    blocks = _blocks([len(block.unique()) for block in next(iter(sources.values()))], grid[0] * grid[1])
+    left = [len(block.unique()) for block in next(iter(sources.values()))]
+    blocks = groups.telling_blocks(left, grid[0] * grid[1])
     plain = groups.plain(pixels, scale=groups.default_scale(pixels.shape[:2], grid))
     rows = [[plain, *(groups.draw_groups(pixels, own[block], grid) for block in blocks)] for own in sources.values()]
-    captions = [f"block {block + 1}: {left} groups" for block, left in blocks.items()]
+    captions = [f"block {block + 1}: {left[block]} groups" for block in blocks]
     return groups.figure(rows, list(sources), ["image", *captions])
-
-
-def _blocks(left: Sequence[int], patches: int) -> dict[int, int]:
-    """The blocks after which three quarters, half, a quarter and a tenth of the patches are left, with their groups."""
-    reached = (next((block for block, count in enumerate(left) if count <= share * patches), None) for share in _SHARES)
-    blocks = list(dict.fromkeys(block for block in reached if block is not None)) or [len(left) - 1]
-    return {block: left[block] for block in blocks}
 
 
 def _plot(document: Mapping[str, Any], curves: Any) -> str:

@@ -28,9 +28,12 @@ def draw(
     base: Point | None = None,
     title: str = "",
     cost: str = "GFLOPs (MACs)",
+    value: str = "top-1 accuracy (%)",
+    now: Mapping[str, Point] | None = None,
     form: str = "png",
 ) -> bytes:
     """The plot as the content of a file: each line by its name, and `base` (the unmerged model) as a level to hold.
+    Points of `now`, by the name of their line, are ringed.
 
     The same input gives the same bytes: no date goes in. SVG is fit for embedding in a page.
     """
@@ -38,7 +41,7 @@ def draw(
         raise DtemError(f"a plot cannot be {form!r}; choose {', '.join(FORMATS)}")
     if not any(lines.values()):
         raise DtemError("there is nothing to plot: no method has a point")
-    figure = _figure(lines, base, title, cost)
+    figure = _figure(lines, base, title, (cost, value), now or {})
     content = io.BytesIO()
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     import matplotlib
@@ -69,7 +72,13 @@ def check() -> None:
         raise DtemError("plots need matplotlib, which is not installed: pip install 'dtem[plot]'") from error
 
 
-def _figure(lines: Mapping[str, Sequence[Point]], base: Point | None, title: str, cost: str) -> Any:
+def _figure(
+    lines: Mapping[str, Sequence[Point]],
+    base: Point | None,
+    title: str,
+    axis: tuple[str, str],
+    now: Mapping[str, Point],
+) -> Any:
     check()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -95,8 +104,15 @@ def _figure(lines: Mapping[str, Sequence[Point]], base: Point | None, title: str
                 fontsize=7,
                 color="0.3",
             )
+    for name, point in now.items():
+        place = (point.gflops, point.accuracy)
+        ring = {"marker": "o", "s": 130, "facecolors": "none", "edgecolors": "#d62728", "linewidths": 2, "zorder": 3}
+        axes.scatter(*place, **ring)
+        shift = (8, 8) if list(lines).index(name) % 2 else (8, -14)
+        text = {"textcoords": "offset points", "fontsize": 8, "color": "#d62728", "weight": "bold"}
+        axes.annotate(point.label, place, xytext=shift, **text)
     axes.margins(0.08, 0.12)
-    axes.set(xlabel=cost, ylabel="top-1 accuracy (%)", title=title)
+    axes.set(xlabel=axis[0], ylabel=axis[1], title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

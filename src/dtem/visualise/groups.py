@@ -20,6 +20,7 @@ from dtem.types import DtemError
 _PATCH = 12
 """Pixels that a patch has at least in a picture: room for the lines."""
 LINE = (230, 60, 40)
+SHARES = (0.75, 0.5, 0.25, 0.1)
 DIM, HATCH, STRIDE = 0.3, (150, 150, 150), 6
 """A dropped patch keeps so much of its brightness, under diagonal lines of that colour, so many pixels apart."""
 
@@ -137,11 +138,27 @@ def figure(
 SVG = "http://www.w3.org/2000/svg"
 
 
-def data_uri(picture: Image.Image) -> str:
-    """The picture as a PNG inside a link."""
+def png(picture: Image.Image) -> bytes:
+    """The content of a PNG file."""
     content = io.BytesIO()
     picture.save(content, format="PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    return content.getvalue()
+
+
+def data_uri(picture: Image.Image) -> str:
+    """The picture as a PNG inside a link."""
+    return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
+
+
+def telling_blocks(left: Sequence[int], patches: int) -> list[int]:
+    """The blocks after which three quarters, half, a quarter and a tenth of the patches are left; at least the last.
+
+    Args:
+        left: groups after each block.
+        patches: of the image.
+    """
+    reached = (next((block for block, count in enumerate(left) if count <= share * patches), None) for share in SHARES)
+    return list(dict.fromkeys(block for block in reached if block is not None)) or [len(left) - 1]
 
 
 def _groups(image: Any, source: Any, grid: tuple[int, int]) -> _Groups:

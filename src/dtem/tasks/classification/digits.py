@@ -106,7 +106,21 @@ def host() -> Any:
 
 def weights() -> Path:
     """The shipped file."""
-    return Path(str(resources.files("dtem"))) / "pretrained" / f"{NAME}.safetensors"
+    return _shipped("safetensors")
+
+
+def adapter() -> Path:
+    """Trained embeddings of the shipped host, made by `benchmarks/digits_adapter.py`."""
+    return _shipped("dtem.safetensors")
+
+
+def record() -> Path:
+    """How many held-out digits the shipped host reads at each r, with ToMe and with those embeddings."""
+    return _shipped("record.json")
+
+
+def _shipped(ending: str) -> Path:
+    return Path(str(resources.files("dtem"))) / "pretrained" / f"{NAME}.{ending}"
 
 
 def _held_out(classes: Tensor) -> Tensor:

@@ -1,0 +1,151 @@
+"""The explorer's results as HTML: a card for the unmerged model and one for each method, and the trade-off curve."""
+
+import functools
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from dtem.app.explorer import UNMERGED, Cost, Model, Result, between, measured
+from dtem.tasks.classification.pictures import class_name
+from dtem.types import DtemError
+from dtem.visualise import curves, groups
+
+STYLE = """
+.dtem-cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 235px), 1fr)); gap: 14px; }
+.dtem-card { border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 12px; min-width: 0;
+  background: var(--background-fill-primary); max-width: 420px; }
+.dtem-card h3 { margin: 0 0 8px; font-size: 1.05rem; display: flex; justify-content: space-between; gap: 8px; }
+.dtem-card h3 small { font-weight: normal; color: var(--body-text-color-subdued); }
+.dtem-card img { width: 100%; display: block; border-radius: 4px; margin: 0; }
+.dtem-card img.square { image-rendering: pixelated; }
+.dtem-facts { display: grid; grid-template-columns: 1fr auto; gap: 2px 10px; margin: 10px 0; font-size: 0.9rem; }
+.dtem-facts dt { color: var(--body-text-color-subdued); } .dtem-facts dd { margin: 0; text-align: right;
+  font-variant-numeric: tabular-nums; }
+.dtem-bar { position: relative; font-size: 0.85rem; padding: 2px 6px; margin: 2px 0; border-radius: 3px;
+  display: flex; justify-content: space-between; gap: 8px; background: var(--background-fill-secondary); }
+.dtem-bar::before { content: ""; position: absolute; inset: 0 auto 0 0; width: var(--part); border-radius: 3px;
+  background: var(--color-accent); opacity: 0.28; }
+.dtem-bar span { position: relative; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.dtem-message { border: 1px solid #d97706; border-left-width: 5px; border-radius: 8px; padding: 12px 14px; }
+.dtem-plot { background: #fff; border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 8px;
+  max-width: 640px; }
+.dtem-plot svg { width: 100%; height: auto; display: block; }
+.dtem-note { color: var(--body-text-color-subdued); font-size: 0.85rem; margin: 6px 0; }
+"""
+
+
+def cards(result: Result, block: int) -> str:
+    """Side by side: the image, and its groups after `block` (from 1) by each method."""
+    shown, model = result.shown, result.model
+    parts = [
+        _card(model, UNMERGED, "r = 0", groups.data_uri(shown.plain()), result.costs[UNMERGED], shown.unmerged, [])
+    ]
+    for name, view in shown.views.items():
+        facts = [("groups after this block", str(view.groups(block - 1))), *_allocation(result, name, block)]
+        picture = groups.data_uri(shown.groups(name, block - 1))
+        parts.append(_card(model, name, f"r = {view.r}", picture, result.costs[name], view.probabilities, facts, block))
+    refused = "".join(message(f"{name}: {reason}") for name, reason in result.refused.items())
+    return f'<div class="dtem-cards">{"".join(parts)}</div>{refused}{_notes(result)}'
+
+
+def message(text: str) -> str:
+    """Something to tell the user instead of a result."""
+    return f'<div class="dtem-message" role="alert">{escape(text)}</div>'
+
+
+def curve(result: Result) -> str:
+    """Accuracy against cost with the current point; a note where no accuracies are known."""
+    path = result.model.record
+    if path is None:
+        return (
+            '<p class="dtem-note">No accuracies are known for this model, so there is no curve: keep those of '
+            "<code>dtem eval … --out DIR</code> and start with <code>dtem app … --record DIR/record.json</code>.</p>"
+        )
+    words, lines = measured(path)
+    names = tuple(name for name in result.shown.views if name in lines)
+    now = {}
+    for name in names:
+        point = between([*lines[name], *lines[UNMERGED]], result.costs[name].gflops, f"{name} r={result.r}")
+        if point is not None:
+            now[name] = point
+    missing = [name for name in result.shown.views if name not in lines]
+    without = f" Not measured: {escape(', '.join(missing))}." if missing else ""
+    plot = _plot(path, names, tuple(now.items())) if names else ""
+    ringed = " Ringed: the current r, straight between measured points." if now else ""
+    return f'<div class="dtem-plot">{plot}</div><p class="dtem-note">{escape(words)}.{ringed}{without}</p>'
+
+
+@functools.lru_cache(maxsize=128)
+def _plot(path: Any, names: Sequence[str], now: Sequence[tuple[str, curves.Point]]) -> str:
+    lines = measured(path)[1]
+    base = lines[UNMERGED][0]._replace(label=UNMERGED)
+    svg = curves.draw({name: lines[name] for name in names}, base=base, now=dict(now), form="svg").decode()
+    return svg[svg.index("<svg") :]
+
+
+def _card(
+    model: Model,
+    name: str,
+    r: str,
+    picture: str,
+    cost: Cost,
+    probabilities: Any,
+    more: Sequence[tuple[str, str]],
+    block: int | None = None,
+) -> str:
+    facts = [
+        ("tokens left at the end", str(cost.tokens)),
+        *more,
+        ("GFLOPs (MACs)", f"{cost.gflops:.3g}"),
+        ("latency, batch 1", f"{cost.milliseconds:.1f} ms"),
+    ]
+    if name != UNMERGED:
+        facts.append(("speed against unmerged", f"{cost.speedup:.2f} ×"))
+    listed = "".join(f"<dt>{escape(fact)}</dt><dd>{escape(value)}</dd>" for fact, value in facts)
+    said = f"{name}, groups after block {block}" if block else "the image as the model gets it"
+    square = ' class="square"' if model.examples and model.examples[0].width < 64 else ""
+    return (
+        f'<div class="dtem-card" data-method="{escape(name)}"><h3>{escape(name)}<small>{escape(r)}</small></h3>'
+        f'<img{square} src="{picture}" alt="{escape(said)}"><dl class="dtem-facts">{listed}</dl>'
+        f"{_bars(model, probabilities)}</div>"
+    )
+
+
+def _bars(model: Model, probabilities: Any) -> str:
+    best = probabilities.topk(min(5, len(probabilities)))
+    rows = []
+    for index, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        text = escape(class_name(model.host, index))
+        rows.append(
+            f'<div class="dtem-bar" style="--part:{100 * value:.1f}%"><span>{text}</span>'
+            f"<span>{100 * value:.1f} %</span></div>"
+        )
+    return "".join(rows)
+
+
+def _allocation(result: Result, name: str, block: int) -> list[tuple[str, str]]:
+    found = result.shown.allocation(name, block - 1)
+    return (
+        []
+        if found is None
+        else [("of these on foreground", f"{found.foreground_tokens:.1f} ({100 * found.share:.0f} %)")]
+    )
+
+
+def _notes(result: Result) -> str:
+    shown = result.shown
+    notes = []
+    if shown.foreground is not None:
+        even = f"{int(shown.foreground.sum())} of {len(shown.foreground)} patches"
+        notes.append(f"Foreground ({even}): by {shown.foreground_by}.")
+    if "dtem" in shown.views and result.model.adapter is None:
+        notes.append("dtem has no trained embeddings for this model, so it merges exactly as tome does.")
+    notes.append("Latency is measured on this machine, in turns with the unmerged model, once for each r.")
+    return f'<p class="dtem-note">{escape(" ".join(notes))}</p>'
+
+
+def checked(block: Any, depth: int) -> int:
+    """The block slider's value."""
+    if not isinstance(block, int | float) or not 1 <= block <= depth:
+        raise DtemError(f"block = {block!r} must be a number from 1 to {depth}")
+    return int(block)
