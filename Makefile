@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 OLD := .venv-oldest
 UV := $(BIN)/uv pip install --quiet
 
-.PHONY: setup demo test test-slow test-oldest quality style bench wheel clean
+.PHONY: setup demo test test-slow test-oldest quality style docs bench wheel clean
 
 setup: $(VENV)/.ready
 
@@ -42,6 +42,10 @@ style: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation site, in site/; any warning is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
@@ -54,4 +58,4 @@ wheel: setup
 	cd .venv-wheel && bin/python -c "import dtem; print(dtem.__version__, dtem.patch)" && bin/dtem flops deit_tiny_patch16_224 --r 0,16
 
 clean:
-	rm -rf $(VENV) $(OLD) .venv-wheel dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD) .venv-wheel dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

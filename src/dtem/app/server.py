@@ -72,7 +72,7 @@ def build(models: Sequence[Model]) -> Any:
 
     explorer = Explorer(models)
     first = models[0]
-    with gr.Blocks(title="dtem explorer", analytics_enabled=False) as blocks:
+    with gr.Blocks(title="dtem explorer", analytics_enabled=False, delete_cache=(600, 3600)) as blocks:
         gr.Markdown(INTRO)
         with gr.Row(equal_height=False):
             with gr.Column(scale=1, min_width=300):
