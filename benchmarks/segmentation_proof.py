@@ -39,8 +39,8 @@ TRAINED = 319
 """The first so many of 367 images are trained on; the last 48 are held out."""
 RATIOS = ("20%", "30%", "40%", "50%")
 SHARED = {"task": "segmentation", "workers": 0, "batch": 8, "scales": (0.6, 1.6), "save_every": 20}
-HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 400, "eval_every": 100}
-HOST |= {"host_lr": 2e-4, "warmup": 20, "weight_decay": 1e-2, "drop_path": 0.0}
+HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 240, "eval_every": 120}
+HOST |= {"host_lr": 2e-4, "warmup": 15, "weight_decay": 1e-2, "drop_path": 0.0}
 EMBEDDINGS = {"mode": "modular", "method": "dtem", "r": "40%", "eval_r": "40%", "updates": 80, "eval_every": 80}
 EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False}
 

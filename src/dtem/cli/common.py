@@ -98,13 +98,13 @@ def create(name: str, **options: Any) -> "nn.Module":
     return model
 
 
-def image_size(text: str) -> tuple[int, int]:
+def image_size(text: str, option: str = "--img-size") -> tuple[int, int]:
     """``384`` or ``224x320`` (height, width)."""
     from dtem.types import DtemError
 
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise DtemError(f"--img-size {text} is not a size; write 384, or height x width as 224x320")
+        raise DtemError(f"{option} {text} is not a size; write 384, or height x width as 224x320")
     return int(parts[0]), int(parts[-1])
 
 
@@ -117,9 +117,7 @@ def patch(args: argparse.Namespace, model: "nn.Module") -> "Handle":
         return dtem.patch(model, method=args.method or "dtem", shortcut=args.shortcut)
     if args.method is not None:
         raise DtemError(f"--adapter {args.adapter} brings its own method; leave --method {args.method} out")
-    handle = dtem.from_pretrained(args.adapter, model, r=0)
-    handle.merger.shortcut = args.shortcut
-    return handle
+    return dtem.from_pretrained(args.adapter, model, r=0, shortcut=args.shortcut)
 
 
 def count(handle: "Handle") -> "Count":

@@ -9,14 +9,18 @@ DEFAULT = "classification"
 BUILDERS = {
     DEFAULT: "dtem.cli.common:build",
     "segmentation": "dtem.cli.segmentation:build",
+    "captioning": "dtem.cli.captioning:build",
 }
 """Task to the function that builds its host model from the options: ``build(args, drop_path_rate=…) -> model``."""
 VERBS = {
     "eval": {
         DEFAULT: "dtem.cli.evaluate",
+        "segmentation": "dtem.cli.evaluate_segmentation",
+        "captioning": "dtem.cli.evaluate_captioning",
     },
     "show": {
         DEFAULT: "dtem.cli.show",
+        "segmentation": "dtem.cli.show_segmentation",
     },
 }
 """Verbs that have one file per task: its options and what it prints are the task's own."""

@@ -135,6 +135,10 @@ def plain_command(argv: Sequence[str]) -> list[str]:
 
 def _without_folder(argument: str) -> str:
     option, equals, value = argument.rpartition("=")
+    scheme, colon, path = value.partition(":")  # data may be written as hf:DIR
+    if colon and scheme.isidentifier():
+        option, value = f"{option}{equals}{scheme}:", path
+        equals = ""
     return option + equals + Path(value).name if os.path.isabs(value) else argument
 
 

@@ -38,13 +38,17 @@ class Inference:
 
     def __call__(self, forward: Forward, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b k h w"]:
         """Scores in the images' own size."""
-        size = images.shape[2:]
-        factor = self.short_side / min(size) if self.short_side else 1.0
-        if factor != 1.0:
-            inner = [round(side * factor) for side in size]
+        height, width = images.shape[2:]
+        inner = self.resized((height, width))
+        if inner != (height, width):
             images = F.interpolate(images, size=inner, mode="bilinear", antialias=True)
         scores = forward(images) if self.window is None else self._slide(forward, images, self.window)
-        return scores if factor == 1.0 else F.interpolate(scores, size=size, mode="bilinear")
+        return scores if inner == (height, width) else F.interpolate(scores, size=(height, width), mode="bilinear")
+
+    def resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of an image once its short side is what was asked for."""
+        factor = self.short_side / min(size) if self.short_side else 1.0
+        return round(size[0] * factor), round(size[1] * factor)
 
     def _slide(self, forward: Forward, images: Tensor, window: tuple[int, int]) -> Tensor:
         """The mean over all windows that cover a pixel. The last window of a row ends with the image; an image that is
