@@ -24,7 +24,7 @@ from dtem.adapters.sharing import share
 from dtem.handle import Handle
 from dtem.measure import flops, record, throughput
 from dtem.tasks.classification import pictures
-from dtem.tasks.classification.show import Shown
+from dtem.tasks.classification.show import Shown, view
 from dtem.types import DtemError
 from dtem.visualise.curves import Point
 
@@ -32,6 +32,8 @@ UNMERGED = "unmerged"
 METHODS = ("tome", "dtem", "evit", "etps", "ats", "evo_vit", "bat", "token_pooling")
 """Those that need no training, and dtem."""
 ROUNDS = 5
+TRAIL = (2, 4, 8, 12, 16, 20, 24)
+"""r at which an image's own curve is drawn, where no accuracies are known."""
 KEPT = 64
 """Images and settings whose groups are remembered, so that the block slider only draws."""
 
@@ -53,7 +55,6 @@ class Model:
 class Cost:
     """What one method at one r costs."""
 
-    tokens: int
     gflops: float
     milliseconds: float
     speedup: float
@@ -71,6 +72,10 @@ class Result:
     refused: dict[str, str]
     """Methods that cannot do this here, and why."""
     r: int
+    tokens: int
+    """Of the unmerged model."""
+    trail: dict[str, list[Point]]
+    """For this image, by method: the probability (%) of what the unmerged model says, at some r."""
 
 
 class Explorer:
@@ -83,7 +88,8 @@ class Explorer:
         self._locks = {name: threading.RLock() for name in self.models}
         self._handles: dict[tuple[str, str], Handle] = {}
         self._costs: dict[tuple[str, str, int], Cost] = {}
-        self._seen: OrderedDict[tuple[Any, ...], tuple[Shown, dict[str, str]]] = OrderedDict()
+        self._gflops: dict[tuple[str, str, int], float] = {}
+        self._seen: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def explore(self, image: Any, name: str, methods: Sequence[str], r: float) -> Result:
         """Run the unmerged model and each method on one image."""
@@ -97,7 +103,11 @@ class Explorer:
             shown, refused = self._shown(opened, model, tuple(dict.fromkeys(methods)), r)
             costs = {method: self._cost(model, method, r) for method in shown.views}
             costs[UNMERGED] = self._cost(model, UNMERGED, 0)
-        return Result(model, shown, costs, refused, r)
+            trail = (
+                {} if model.record else {method: self._trail(opened, shown, model, method) for method in shown.views}
+            )
+        spec = self._spec(name)
+        return Result(model, shown, costs, refused, r, spec.patches + spec.prefix, trail)
 
     def largest(self, name: str) -> int:
         """r up to which the slider goes."""
@@ -135,11 +145,10 @@ class Explorer:
     def _shown(
         self, image: Image.Image, model: Model, methods: tuple[str, ...], r: int
     ) -> tuple[Shown, dict[str, str]]:
-        digest = hashlib.sha256(np.asarray(image.convert("RGB")).tobytes()).hexdigest()
-        key = digest, image.size, model.name, methods, r
+        key = _digest(image), model.name, methods, r
         if key in self._seen:
             self._seen.move_to_end(key)
-            return self._seen[key]
+            return self._seen[key]  # type: ignore[no-any-return]
         refused, handles = {}, {}
         for method in methods:
             try:
@@ -150,28 +159,61 @@ class Explorer:
                 refused[method] = str(error)
         if not handles:
             raise DtemError("; ".join(refused.values()))
-        self._seen[key] = dtem.show(handles, image), refused
+        found = dtem.show(handles, image), refused
+        self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[Any, ...], found: Any) -> None:
+        self._seen[key] = found
         while len(self._seen) > KEPT:
             self._seen.popitem(last=False)
-        return self._seen[key]
+
+    def _trail(self, image: Image.Image, shown: Shown, model: Model, method: str) -> list[Point]:
+        """What is left of the unmerged model's answer as r grows."""
+        key = _digest(image), model.name, method
+        if key in self._seen:
+            self._seen.move_to_end(key)
+            return self._seen[key]  # type: ignore[no-any-return]
+        handle, said = self._handle(model, method), int(shown.unmerged.argmax())
+        x = pictures.prepare(pictures.data_config(handle.model, handle.host.image), image)
+        before, points = handle.r, []
+        for r in (r for r in TRAIL if r <= self.largest(model.name)):
+            handle.r = r
+            points.append(
+                Point(self._count(model, method, r), 100 * float(view(handle, x).probabilities[said]), f"r={r}")
+            )
+        handle.r = before
+        self._keep(key, points)
+        return points
+
+    def _count(self, model: Model, method: str, r: int) -> float:
+        """GFLOPs of a method, whose handle is at that r, or of the unmerged model."""
+        key = model.name, method, r
+        if key not in self._gflops:
+            counted = model.host if method == UNMERGED else self._handle(model, method).model
+            self._gflops[key] = flops.count(counted, self._spec(model.name).image).macs / 1e9
+        return self._gflops[key]
 
     def _cost(self, model: Model, method: str, r: int) -> Cost:
         key = model.name, method, r
         if key in self._costs:
             return self._costs[key]
         spec = self._spec(model.name)
-        batch = torch.zeros(1, *spec.image)
         merged: nn.Module = model.host
-        tokens = spec.patches + spec.prefix
         if method != UNMERGED:
             handle = self._handle(model, method)
             handle.r = r
-            merged, tokens = handle.model, handle.tokens[-1]
-        timings = throughput.compare({UNMERGED: model.host, method: merged}, batch, ROUNDS, 1)
-        gflops = flops.count(merged, spec.image).macs / 1e9
-        timing = timings[method]
-        self._costs[key] = Cost(tokens, gflops, 1000 * timing.seconds, timing.speedup.median)
-        return self._costs[key]
+            merged = handle.model
+        batch = torch.zeros(1, *spec.image)
+        timing = throughput.compare({UNMERGED: model.host, method: merged}, batch, ROUNDS, 1)[method]
+        cost = Cost(self._count(model, method, r), 1000 * timing.seconds, timing.speedup.median)
+        self._costs[key] = cost
+        return cost
+
+
+def _digest(image: Image.Image) -> tuple[Any, ...]:
+    """What tells images apart."""
+    return image.size, hashlib.sha256(np.asarray(image.convert("RGB")).tobytes()).hexdigest()
 
 
 @functools.lru_cache(maxsize=16)

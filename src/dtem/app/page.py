@@ -47,11 +47,14 @@ STYLE = """
 def cards(result: Result, block: int) -> str:
     """Side by side: the image, and its groups after `block` (from 1) by each method."""
     shown, model = result.shown, result.model
-    parts = [
-        _card(model, UNMERGED, "r = 0", groups.data_uri(shown.plain()), result.costs[UNMERGED], shown.unmerged, [])
-    ]
+    size = [("tokens at the end", str(result.tokens))]
+    parts = [_card(model, UNMERGED, "r = 0", plain, result.costs[UNMERGED], shown.unmerged, size)]
     for name, view in shown.views.items():
-        facts = [(f"groups after block {block}", str(view.groups(block - 1))), *_allocation(result, name, block)]
+        facts = [
+            ("tokens at the end", str(view.tokens[-1])),
+            (f"groups after block {block}", str(view.groups(block - 1))),
+            *_allocation(result, name, block),
+        ]
         picture = groups.data_uri(shown.groups(name, block - 1))
         parts.append(_card(model, name, f"r = {view.r}", picture, result.costs[name], view.probabilities, facts, block))
     refused = "".join(message(f"{name}: {reason}") for name, reason in result.refused.items())
@@ -67,10 +70,7 @@ def curve(result: Result) -> str:
     """Accuracy against cost with the current point; a note where no accuracies are known."""
     path = result.model.record
     if path is None:
-        return (
-            '<p class="dtem-note">No accuracies are known for this model, so there is no curve: keep those of '
-            "<code>dtem eval … --out DIR</code> and start with <code>dtem app … --record DIR/record.json</code>.</p>"
-        )
+        return _own_curve(result)
     words, lines = measured(path)
     names = tuple(name for name in result.shown.views if name in lines)
     now = {}
@@ -80,9 +80,28 @@ def curve(result: Result) -> str:
             now[name] = point
     missing = [name for name in result.shown.views if name not in lines]
     without = f" Not measured: {escape(', '.join(missing))}." if missing else ""
-    plot = _plot(path, names, tuple(now.items())) if names else ""
+    plot = _plot(path, names, tuple(now.items())) if names else "No accuracies of these methods are known."
     ringed = f" Ringed: r = {result.r}, straight between measured points." if now else ""
     return f'<div class="dtem-plot">{plot}</div><p class="dtem-note">{escape(words)}.{ringed}{without}</p>'
+
+
+def _own_curve(result: Result) -> str:
+    """Of this image alone: what is left of the unmerged model's answer as r grows."""
+    shown = result.shown
+    said = int(shown.unmerged.argmax())
+    base = curves.Point(result.costs[UNMERGED].gflops, 100 * float(shown.unmerged[said]), UNMERGED)
+    now = {
+        name: curves.Point(result.costs[name].gflops, 100 * float(view.probabilities[said]), "")
+        for name, view in shown.views.items()
+    }
+    lines = {name: [_thinned(point, 8) for point in points] for name, points in result.trail.items()}
+    value = f"probability of {class_name(result.model.host, said)} (%)"
+    svg = curves.draw(lines, base=base, now=now, value=value, form="svg").decode()
+    return (
+        f'<div class="dtem-plot">{svg[svg.index("<svg") :]}</div><p class="dtem-note">This image alone: what is left of '
+        f"the unmerged model's answer as r grows. Ringed: r = {result.r}. For accuracy, keep what "
+        "<code>dtem eval … --out DIR</code> finds and start with <code>dtem app … --record DIR/record.json</code>.</p>"
+    )
 
 
 @functools.lru_cache(maxsize=128)
@@ -93,10 +112,10 @@ def _plot(path: Any, names: Sequence[str], now: Sequence[tuple[str, curves.Point
     return svg[svg.index("<svg") :]
 
 
-def _thinned(point: curves.Point) -> curves.Point:
-    """Without its label, unless r is a multiple of 16: a line has more points than there is room for words."""
+def _thinned(point: curves.Point, step: int = 16) -> curves.Point:
+    """Without its label, unless r is a multiple of `step`: a line has more points than there is room for words."""
     r = point.label.removeprefix("r=")
-    return point if r.isdigit() and int(r) % 16 == 0 else point._replace(label="")
+    return point if r.isdigit() and int(r) % step == 0 else point._replace(label="")
 
 
 def _card(
@@ -110,7 +129,6 @@ def _card(
     block: int | None = None,
 ) -> str:
     facts = [
-        ("tokens at the end", str(cost.tokens)),
         *more,
         ("GFLOPs (MACs)", f"{cost.gflops:.3g}"),
         ("latency", f"{cost.milliseconds:.1f} ms"),

@@ -99,7 +99,7 @@ def build(models: Sequence[Model]) -> Any:
                 block = gr.Slider(1, depth, (depth + 1) // 2, step=1, label="groups after block", elem_id="block")
             with gr.Column(scale=3, min_width=320):
                 cards = gr.HTML(elem_id="cards")
-                gr.Markdown("### Accuracy against cost")
+                gr.Markdown("### What it costs, and what is left")
                 plot = gr.HTML(elem_id="curve")
 
         def explore(
