@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import pytest
 import timm
 import torch
+import transformers
 from torch import Tensor, nn
 
 import dtem
 import dtem.hosts
 from dtem import adapters, methods
+from dtem.hosts.segmenter import MaskDecoder, Segmenter
 from dtem.methods import METHODS
 
 DEPTH = 4
@@ -27,11 +29,29 @@ class Host:
     image: tuple[int, int, int] = (3, 32, 32)
     soft: bool = True
     """Whether its pooling allows soft merging."""
+    doors: bool = True
+    """Whether it has timm's other doors (forward_features and so on), and the shortcut in the last block."""
 
 
 def vit(name: str = "vit_tiny_patch16_224", **settings: object) -> Callable[[], nn.Module]:
     tiny = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": DEPTH, "num_heads": 2, "num_classes": 5}
     return lambda: timm.create_model(name, **{**tiny, **settings})
+
+
+def hf(name: str, **settings: object) -> Callable[[], nn.Module]:
+    """A model of transformers, by the name of its class."""
+    tiny = {"image_size": 32, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": DEPTH, "num_attention_heads": 2}
+
+    def build() -> nn.Module:
+        cls = getattr(transformers, name)
+        return cls(cls.config_class(**{**tiny, "intermediate_size": 64, "num_labels": 5, **settings}))
+
+    return build
+
+
+def segmenter(**settings: object) -> Callable[[], nn.Module]:
+    """A Segmenter with masks: what it says has a place for every pixel."""
+    return lambda: Segmenter(vit(**{**settings, "num_classes": 0})(), MaskDecoder(32, 5, depth=1, heads=2))
 
 
 HOSTS: dict[str, Host] = {
@@ -55,7 +75,13 @@ HOSTS: dict[str, Host] = {
     "clip": Host(vit("vit_base_patch32_clip_224")),
     "drop_path": Host(vit(drop_path_rate=0.4)),
     "lvvit": Host(vit("lvvit_s")),
+    "hf_vit": Host(hf("ViTForImageClassification"), doors=False),
+    "hf_deit": Host(hf("DeiTForImageClassificationWithTeacher"), doors=False),
+    "hf_dinov2": Host(hf("Dinov2WithRegistersForImageClassification", mlp_ratio=2), doors=False),
+    "hf_siglip": Host(hf("SiglipVisionModel"), doors=False),
+    "segmenter": Host(segmenter(), doors=False),
 }
+TIMM = [name for name, host in HOSTS.items() if host.doors]
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "evit_dropping": ("evit", {"fuse": False}),
@@ -70,6 +96,9 @@ EVERY_BLOCK: dict[str, Callable[[int], dict[str, object]]] = {
 
 FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 """Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
+
+LIBRARIES = ("hf_dinov2", "hf_siglip")
+"""Hosts of other libraries for such clauses, where the adapter has a part in them."""
 
 EVERYWHERE = ("dtem", "tome")
 """Methods that go through the suite on every host; all others, built on the same seam, on FEW hosts."""
@@ -141,6 +170,11 @@ def every(names: Iterable[str] = HOSTS, soft: bool = False, whole: bool | None =
     return pytest.mark.parametrize(("name", "method"), cases)
 
 
+def ask(model: nn.Module, x: Tensor) -> Tensor:
+    """What the model says, as one tensor."""
+    return adapters.asked(model)(x)
+
+
 def patched(name: str, method: str, r: object = R, **options: object) -> tuple[nn.Module, dtem.Handle]:
     model = fresh(name)
     return model, patch(model, method, r, **options)
@@ -154,10 +188,15 @@ def patch(model: nn.Module, method: str, r: object = R, **options: object) -> dt
     return dtem.patch(model, real, r, **{**settings, **options})
 
 
+def alike(got: Tensor | None, expected: Tensor | None) -> bool:
+    """Whether two gradients are the same: a weight that has no part in the answer has none."""
+    return got is None if expected is None else got is not None and torch.equal(got, expected)
+
+
 def gradients(model: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Output and the gradient of every parameter, for a loss that weighs each logit differently."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    out = model(x)
+    out = ask(model, x)
     (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}

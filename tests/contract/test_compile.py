@@ -13,7 +13,7 @@ from dtem.methods import METHODS
 pytestmark = pytest.mark.contract
 
 STEERED = "mae-dtem-steered"
-CASES = [*(f"distilled-{method}" for method in [*METHODS, *VARIANTS]), STEERED, "siglip-dtem"]
+CASES = [*(f"distilled-{method}" for method in [*METHODS, *VARIANTS]), STEERED, "siglip-dtem", "hf_dinov2-dtem"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import dtem
-from contract.hosts import DEPTH, FEW, HOSTS, every, fresh, images, patched
+from contract.hosts import DEPTH, FEW, HOSTS, TIMM, every, fresh, images, patched
 from dtem import ops
 
 pytestmark = pytest.mark.contract
@@ -37,7 +37,7 @@ def flatten(value):
     return [(f"/{key}{path}", tensor) for key, part in items for path, tensor in flatten(part)]
 
 
-@every()
+@every(TIMM)
 def test_features_then_head_is_forward(name, method):
     model, handle = patched(name, method)
     x = images(name)
@@ -48,7 +48,7 @@ def test_features_then_head_is_forward(name, method):
         assert model.forward_head(features, pre_logits=True).shape == (2, 32)
 
 
-@every()
+@every(TIMM)
 def test_intermediates_without_merging_are_the_hosts(name, method):
     host, x = fresh(name), images(name)
     model, _ = patched(name, method, r=0)
@@ -81,7 +81,7 @@ def test_intermediates_have_the_full_grid(name, method):
             _same(flatten(expected), flatten(got), lambda tensor, wanted: tensor.shape == wanted.shape)
 
 
-@every(whole=True)
+@every(TIMM, whole=True)
 def test_intermediates_are_the_tokens_unmerged(name, method):
     model, handle = patched(name, method)
     prefix, x = handle.host.prefix, images(name)

@@ -4,7 +4,22 @@ import pytest
 import torch
 
 import dtem
-from contract.hosts import FEW, HOSTS, R, built, every, fresh, gradients, images, pairs, patch, patched, provided
+from contract.hosts import (
+    FEW,
+    HOSTS,
+    R,
+    alike,
+    ask,
+    built,
+    every,
+    fresh,
+    gradients,
+    images,
+    pairs,
+    patch,
+    patched,
+    provided,
+)
 from dtem import adapters
 
 pytestmark = pytest.mark.contract
@@ -15,17 +30,18 @@ def test_nothing_to_merge_is_bit_identical(name, method):
     host, x = fresh(name), images(name)
     model, handle = patched(name, method)
     with torch.no_grad():
-        assert not torch.equal(model(x), host(x)), "merging must change something, or this test shows nothing"
+        assert not torch.equal(ask(model, x), ask(host, x)), "merging must change something, or this shows nothing"
         handle.r = 0
-        assert torch.equal(model(x), host(x))
-        assert torch.equal(model.forward_features(x), host.forward_features(x))
+        assert torch.equal(ask(model, x), ask(host, x))
+        if HOSTS[name].doors:
+            assert torch.equal(model.forward_features(x), host.forward_features(x))
     for each in (host, model):
         each.train()
     expected, expected_grads = gradients(host, x)
     got, grads = gradients(model, x)
     assert torch.equal(got, expected)
     for key, gradient in expected_grads.items():
-        assert torch.equal(grads[key], gradient), key
+        assert alike(grads[key], gradient), key
 
 
 @every(soft=True)
@@ -37,7 +53,7 @@ def test_soft_mode_changes_nothing_without_merging(name, method):
     expected, expected_grads = gradients(host, x)
     got, grads = gradients(model, x)
     assert torch.equal(got, expected)
-    assert all(torch.equal(grads[key], gradient) for key, gradient in expected_grads.items())
+    assert all(alike(grads[key], gradient) for key, gradient in expected_grads.items())
 
 
 @every()
@@ -48,7 +64,7 @@ def test_unpatch_restores_class_keys_and_output(name, method):
     own = {key for key in model.state_dict() if not key.startswith("dtem.")}
     assert own == set(host.state_dict()), "a patched host keeps its keys"
     with torch.no_grad():
-        model(x)
+        ask(model, x)
     if HOSTS[name].soft and handle.method.can_relax():
         handle.mode = "soft"
         gradients(model, x)
@@ -59,8 +75,9 @@ def test_unpatch_restores_class_keys_and_output(name, method):
     assert [type(module) for module in model.modules()] == [type(module) for module in host.modules()]
     assert all(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
-        assert torch.equal(model(x), host(x))
-        assert torch.equal(model.forward_features(x), host.forward_features(x))
+        assert torch.equal(ask(model, x), ask(host, x))
+        if HOSTS[name].doors:
+            assert torch.equal(model.forward_features(x), host.forward_features(x))
     again = patch(model, method, R)
     assert again.r == R
 

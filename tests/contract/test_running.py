@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dtem
-from contract.hosts import DEPTH, FEW, HOSTS, R, every, gradients, images, patched
+from contract.hosts import DEPTH, FEW, HOSTS, LIBRARIES, R, ask, every, gradients, images, patched
 
 pytestmark = pytest.mark.contract
 
@@ -64,7 +64,7 @@ def test_deep_copies_are_equal_and_independent(name, method):
 
 
 @pytest.mark.parametrize("copied", [through_pickle, through_torch_save])
-@every(FEW)
+@every([*FEW, *LIBRARIES])
 def test_saved_copies_are_equal_and_independent(name, method, copied):
     _copies_are_equal_and_independent(name, method, copied)
 
@@ -78,14 +78,14 @@ def _copies_are_equal_and_independent(name, method, copied):
     assert steer.r == R
     assert steer.host == handle.host
     with torch.no_grad():
-        expected = model(x)
-        assert torch.equal(other(x), expected)
+        expected = ask(model, x)
+        assert torch.equal(ask(other, x), expected)
         steer.r = 2
         assert handle.r == R
-        assert torch.equal(model(x), expected)
-        assert not torch.equal(other(x), expected)
+        assert torch.equal(ask(model, x), expected)
+        assert not torch.equal(ask(other, x), expected)
         steer.unpatch()
-        assert torch.equal(model(x), expected)
+        assert torch.equal(ask(model, x), expected)
     if HOSTS[name].soft and handle.method.can_relax():
         handle.mode = "soft"
         assert dtem.Handle(copied(model)).mode == "soft"
@@ -112,7 +112,7 @@ def in_threads(work, count=8):
     return results
 
 
-@every(FEW)
+@every([*FEW, *LIBRARIES])
 def test_threads_share_one_model(name, method):
     model, handle = patched(name, method)
     inputs = [images(name, batch=1 + index % 3, seed=index) for index in range(8)]
@@ -121,7 +121,7 @@ def test_threads_share_one_model(name, method):
         answers = []
         for _ in range(3):
             with torch.no_grad(), handle.trace() as trace:
-                out = model(inputs[index])
+                out = ask(model, inputs[index])
             answers.append((out, trace.sources, trace.sizes))
         return answers
 
@@ -137,7 +137,7 @@ def test_threads_share_one_model(name, method):
             assert all(map(torch.equal, sizes, sizes2))
 
 
-@every(FEW, soft=True)
+@every([*FEW, *LIBRARIES], soft=True)
 def test_threads_train_one_model(name, method):
     model, handle = patched(name, method)
     handle.mode = "soft"
@@ -146,7 +146,7 @@ def test_threads_train_one_model(name, method):
     weights = [parameter for parameter in learns.parameters() if parameter.requires_grad]
 
     def run(index):
-        return torch.autograd.grad(model(inputs[index]).square().sum(), weights)
+        return torch.autograd.grad(ask(model, inputs[index]).square().sum(), weights)
 
     for expected, got in zip(map(run, range(4)), in_threads(run, 4), strict=True):
         for wanted, gradient in zip(expected, got, strict=True):
@@ -166,7 +166,7 @@ def replica(model):
     return copies[model]
 
 
-@every(FEW)
+@every([*FEW, *LIBRARIES])
 def test_replicas_as_data_parallel_makes_them(name, method):
     model, _ = patched(name, method)
     twins = [replica(model), replica(model)]
@@ -175,10 +175,10 @@ def test_replicas_as_data_parallel_makes_them(name, method):
 
     def run(index):
         with torch.no_grad():
-            return twins[index](x[2 * index : 2 * index + 2])
+            return ask(twins[index], x[2 * index : 2 * index + 2])
 
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(in_threads(run, 2)), model(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat(in_threads(run, 2)), ask(model, x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

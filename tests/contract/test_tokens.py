@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from contract.hosts import DEPTH, HOSTS, R, every, fresh, gradients, images, patched
+from contract.hosts import DEPTH, HOSTS, TIMM, R, ask, every, fresh, gradients, images, patched
 from dtem import schedule
 
 pytestmark = pytest.mark.contract
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.contract
 
 def trace_of(handle, x):
     with torch.no_grad(), handle.trace() as trace:
-        handle.model(x)
+        ask(handle.model, x)
     return trace
 
 
@@ -72,7 +72,8 @@ def test_sources_map_every_patch_to_a_token_of_the_right_size(name, method):
 def test_prefix_tokens_survive(name, method):
     model, handle = patched(name, method, r="50%")
     prefix = handle.host.prefix
-    assert prefix == model.num_prefix_tokens
+    if HOSTS[name].doors:
+        assert prefix == model.num_prefix_tokens
     for size in trace_of(handle, images(name)).sizes:
         assert torch.equal(size[:, :prefix], torch.ones(2, prefix))
 
@@ -82,9 +83,9 @@ def test_an_image_alone_is_the_image_in_a_batch(name, method):
     model, handle = patched(name, method)
     x = images(name, batch=3)
     with torch.no_grad(), handle.trace() as together:
-        expected = model(x)
+        expected = ask(model, x)
     with torch.no_grad(), handle.trace() as alone:
-        got = model(x[1:2])
+        got = ask(model, x[1:2])
     assert torch.equal(alone.sources[-1][0], together.sources[-1][1])
     torch.testing.assert_close(got[0], expected[1], rtol=1e-4, atol=1e-5)
 
@@ -95,7 +96,7 @@ def test_soft_images_do_not_mix(name, method):
     handle.mode = "soft"
     x = images(name, batch=3)
     with torch.no_grad():
-        torch.testing.assert_close(model(x[1:2])[0], model(x)[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ask(model, x[1:2])[0], ask(model, x)[1], rtol=1e-4, atol=1e-5)
 
 
 @every()
@@ -104,11 +105,11 @@ def test_the_same_answer_with_and_without_gradients(name, method):
     model, _ = patched(name, method)
     x = images(name)
     given = x.clone()
-    with_gradient = model(x)
+    with_gradient = ask(model, x)
     with torch.no_grad():
-        without, again = model(x), model(x)
+        without, again = ask(model, x), ask(model, x)
     with torch.inference_mode():
-        inference = model(x)
+        inference = ask(model, x)
     assert torch.equal(x, given)
     assert torch.equal(without, again)
     torch.testing.assert_close(without, with_gradient, rtol=1e-4, atol=1e-5)
@@ -145,11 +146,14 @@ def test_hard_merging_trains_the_host(name, method):
     _, expected = gradients(fresh(name), x)
     _, grads = gradients(model, x)
     for key, gradient in expected.items():
+        if gradient is None:
+            assert grads[key] is None, key
+            continue
         assert torch.isfinite(grads[key]).all(), key
         assert (grads[key].abs().max() > 0) == (gradient.abs().max() > 0), key
 
 
-@every()
+@every(TIMM)
 def test_shortcut_is_exact(name, method):
     model, handle = patched(name, method)
     quick, _ = patched(name, method, shortcut=True)

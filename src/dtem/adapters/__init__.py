@@ -9,10 +9,18 @@ from dtem.adapters.base import Adapter, Merger, Trace, auxiliary, tracing
 from dtem.types import DtemError
 
 ADAPTERS = {
+    "hf_clip": "dtem.adapters.hf_clip:HfClip",
+    "hf_git": "dtem.adapters.hf_git:HfGit",
+    "hf_siglip": "dtem.adapters.hf_siglip:HfSiglip",
+    "hf_vit": "dtem.adapters.hf_vit:HfVit",
     "segmenter": "dtem.adapters.segmenter:SegmenterAdapter",
     "timm_vit": "dtem.adapters.timm_vit:TimmVit",
 }
 ORIGINS = {
+    "hf_clip": "transformers",
+    "hf_git": "transformers",
+    "hf_siglip": "transformers",
+    "hf_vit": "transformers",
     "segmenter": "dtem.hosts.segmenter",
     "timm_vit": "timm",
 }
@@ -44,4 +52,13 @@ def find(model: nn.Module) -> Adapter:
     raise DtemError(f"{type(model).__name__} is not supported. Supported: {listed}")
 
 
-__all__ = ["ADAPTERS", "Adapter", "Merger", "Trace", "auxiliary", "find", "load", "tracing"]
+def asked(model: nn.Module) -> nn.Module:
+    """The model as a function of images that gives one tensor: logits, or pooled features where it has no classifier.
+    Most models are that; those of transformers are wrapped."""
+    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        wrapped: nn.Module = importlib.import_module("dtem.adapters.hf").Asked(model)
+        return wrapped
+    return model
+
+
+__all__ = ["ADAPTERS", "Adapter", "Merger", "Trace", "asked", "auxiliary", "find", "load", "tracing"]

@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +57,8 @@ class Adapter(ABC):
     """For messages: what this adapter takes."""
 
     @abstractmethod
+    shortcuts: ClassVar[bool] = False
+    """Whether it can compute the class token only in the last block."""
     def refusal(self, model: nn.Module) -> str | None:
         """None: I take it. A text: it is of my family, but this is in the way. Empty: not of my family."""
 
@@ -89,6 +91,42 @@ def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Att
 @dataclasses.dataclass
 class Trace:
     """What was merged, block by block, in every forward made under `handle.trace()`."""
+def walk(
+    merger: Merger,
+    x: Tensor,
+    layers: Iterable[Any],
+    halves: Callable[[Any], tuple[Attention, Mlp]],
+    again: bool = False,
+    seen: Callable[[Tokens], None] | None = None,
+) -> Tokens:
+    """Tokens through `layers` (of all, the first ones), merging on the way.
+
+    Args:
+        merger: what hangs onto the model.
+        x: all tokens, prefix first.
+        layers: the host's.
+        halves: of a layer, what `run_block` calls.
+        again: compute every layer again in the backward pass (gradient checkpointing).
+        seen: called with the tokens after every layer; they then have their source map.
+    """
+    method, prefix = merger.method, merger.method.host.prefix
+    patches = x.shape[1] - prefix
+    trace = current_trace()
+    source = None
+    if (trace is not None or seen is not None) and not method.soft:
+        source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
+    tokens = Tokens(x, source=source)
+    for index, (layer, r) in enumerate(zip(layers, merger.plan(patches), strict=False)):
+        attention, mlp = halves(layer)
+        step = functools.partial(run_block, method, index, r=r, attention=attention, mlp=mlp)
+        tokens = checkpointed(step, tokens) if again and torch.is_grad_enabled() else step(tokens)
+        if trace is not None:
+            trace.record(tokens)
+        if seen is not None:
+            seen(tokens)
+    return tokens
+
+
 
     sources: list[Tensor] = dataclasses.field(default_factory=list)
     """After each block: for each patch (row by row), the index of the token that holds it, −1 if dropped. (b, p)"""

@@ -6,7 +6,7 @@ as local variables. Weights and state-dict keys stay; with nothing to merge, the
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem.adapters import lean
-from dtem.adapters.base import Adapter, Merger, checkpointed, current_trace, finish, run_block
+from dtem.adapters.base import Adapter, Merger, current_trace, finish, walk
+from dtem.adapters.lean import Lean
 from dtem.adapters.timm_block import attention, last_attention, mlp, usable
 from dtem.hosts.lvvit import LvVit
 from dtem.methods.base import MASKED
@@ -44,6 +45,8 @@ class TimmVit(Adapter):
         "timm VisionTransformer models made of plain blocks (deit_*, deit3_*, vit_* including AugReg, MAE, DINO, "
         "DINOv2 with registers, CLIP and SigLIP towers, lvvit_s of dtem.hosts)"
     )
+
+    shortcuts: ClassVar[bool] = True
 
     def refusal(self, model: nn.Module) -> str | None:
         if not isinstance(model, VisionTransformer):
@@ -197,32 +200,22 @@ class _Merging:
         return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
 
     def _walk(self: Any, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
-        """Tokens through the first `blocks` blocks (all by default), merging on the way."""
-        method, prefix = self.dtem.method, self.num_prefix_tokens
-        patches = x.shape[1] - prefix
+        """Tokens through the first `blocks` blocks (all by default), merging on the way; their full grids go into
+        `grids`."""
         memory = lean.begin(x)
-        again = self.grad_checkpointing and torch.is_grad_enabled()
-        trace = current_trace()
-        source = None
-        if (trace is not None or grids is not None) and not method.soft:
-            source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
-        tokens = Tokens(x, source=source)
-        for layer, (block, r) in enumerate(zip(self.blocks[:blocks], self.dtem.plan(patches), strict=False)):
-            space = usable(block, memory)
-            step = functools.partial(
-                run_block,
-                method,
-                layer,
-                r=r,
-                attention=functools.partial(attention, block, space),
-                mlp=functools.partial(mlp, block, space),
-            )
-            tokens = checkpointed(step, tokens) if again else step(tokens)
-            if trace is not None:
-                trace.record(tokens)
-            if grids is not None:
-                grids.append(torch.cat([tokens.x[:, :prefix], ops.unmerge(tokens.x, tokens.source)], dim=1))
-        return tokens
+        seen = None if grids is None else lambda tokens: grids.append(_grid(tokens, self.num_prefix_tokens))
+        return walk(
+            self.dtem, x, self.blocks[:blocks], functools.partial(_halves, memory), self.grad_checkpointing, seen
+        )
+
+
+def _halves(memory: Lean | None, block: Block) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    space = usable(block, memory)
+    return functools.partial(attention, block, space), functools.partial(mlp, block, space)
+
+
+def _grid(tokens: Tokens, prefix: int) -> Tensor:
+    return torch.cat([tokens.x[:, :prefix], ops.unmerge(tokens.x, tokens.source)], dim=1)
 
 
 def _sizes(features: Tensor, pool: str) -> Tensor:

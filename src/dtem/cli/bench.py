@@ -111,6 +111,7 @@ def measure(
     """Time `host` against its patched copies, by schedule. One row per batch and contender."""
     import torch
 
+    from dtem import adapters
     from dtem.measure import flops, throughput
 
     image = next(iter(handles.values())).host.image
@@ -121,10 +122,10 @@ def measure(
     for size in batches:
         generator = torch.Generator().manual_seed(seed)
         batch = torch.randn(size, *image, generator=generator).to(weight.device, weight.dtype)
-        calls: dict[str, Any] = dict(models)
+        calls: dict[str, Any] = {name: adapters.asked(model) for name, model in models.items()}
         if compiled:
             torch.compiler.reset()  # a graph for this batch size, not one for all
-            calls = {name: torch.compile(model, dynamic=False) for name, model in models.items()}
+            calls = {name: torch.compile(call, dynamic=False) for name, call in calls.items()}
         timings = throughput.compare(calls, batch, rounds, warmup, progress=advance)
         for name, timing in timings.items():
             known = batch.is_cuda or not compiled

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtem import adapters
+
 
 @dataclass(frozen=True)
 class Count:
@@ -32,10 +34,15 @@ def count(model: nn.Module, image: tuple[int, int, int]) -> Count:
     """Count one forward of `model` on one image of shape (channels, height, width)."""
     counter = _Counter()
     x = torch.empty(1, *image, device="meta", dtype=torch.float32)
-    weights = {name: tensor.to("meta", torch.float32) for name, tensor in _state(model).items()}
+    asked = adapters.asked(model)
+    weights = {name: _without_data(tensor) for name, tensor in _state(asked).items()}
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        torch.func.functional_call(model, weights, (x,))
+        torch.func.functional_call(asked, weights, (x,))
     return Count(counter.macs, counter.macs + counter.other)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta", torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

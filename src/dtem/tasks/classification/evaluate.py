@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtem import schedule as schedules
-from dtem.adapters import Merger
+from dtem.adapters import Merger, asked
 from dtem.handle import Handle
 from dtem.tasks.classification import sources
 from dtem.tasks.classification.outcomes import KEPT, Outcomes
@@ -125,9 +125,11 @@ def at_rates(handle: Handle, rates: Sequence[object]) -> dict[str, Forward]:
 
 
 def _at(handle: Handle, schedule: schedules.Schedule) -> Forward:
+    model = asked(handle.model)
+
     def forward(images: Tensor) -> Tensor:
         handle.merger.schedule = schedule
-        return handle.model(images)
+        return model(images)
 
     return forward
 
