@@ -12,7 +12,7 @@ from PIL import Image
 
 import dtem
 from dtem.app import examples, page
-from dtem.app.explorer import UNMERGED, Explorer, Model, between, measured
+from dtem.app.explorer import METHODS, UNMERGED, Explorer, Model, between, measured
 from dtem.app.server import answer
 from dtem.measure import flops
 from dtem.types import DtemError
@@ -110,6 +110,13 @@ def test_cards_say_what_was_found(explorer: Explorer) -> None:
     assert "This image alone" in curve
     assert "<dt>tokens at the end</dt><dd>65</dd>" in cards
     assert cards.count("<dt>tokens at the end</dt><dd>50</dd>") == 2
+
+
+def test_every_method_that_is_offered_can_be_shown(explorer: Explorer, noise: Image.Image) -> None:
+    result = explorer.explore(noise, "tiny", METHODS, 5)
+    assert result.refused == {}
+    assert list(result.shown.views) == list(METHODS)
+    assert page.cards(result, 3).count('class="dtem-card"') == 1 + len(METHODS)
 
 
 def test_a_method_that_cannot_is_named_beside_the_others(noise: Image.Image) -> None:

@@ -1,7 +1,7 @@
 """What the explorer shows, computed: one image, one model, some methods at one r. Knows nothing of web pages.
 
-Requests come from many threads. Handles have an r, so each model has a lock; what does not depend on the image (costs,
-timings, curves) is measured once per setting and kept.
+Requests come from many threads, and handles have an r: one request computes at a time, which timings need anyway. What
+does not depend on the image (costs, timings) is measured once per setting and kept.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Explorer:
         if not models:
             raise DtemError("the explorer needs a model")
         self.models = {model.name: model for model in models}
-        self._locks = {name: threading.RLock() for name in self.models}
+        self._lock = threading.Lock()
         self._handles: dict[tuple[str, str], Handle] = {}
         self._costs: dict[tuple[str, str, int], Cost] = {}
         self._gflops: dict[tuple[str, str, int], float] = {}
@@ -99,13 +99,12 @@ class Explorer:
         if unknown := [method for method in methods if method not in METHODS]:
             raise DtemError(f"{', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}")
         opened = pictures.open_image(image)
-        with self._locks[name]:
+        with self._lock:
             shown, refused = self._shown(opened, model, tuple(dict.fromkeys(methods)), r)
             costs = {method: self._cost(model, method, r) for method in shown.views}
             costs[UNMERGED] = self._cost(model, UNMERGED, 0)
-            trail = (
-                {} if model.record else {method: self._trail(opened, shown, model, method) for method in shown.views}
-            )
+            wanted = shown.views if model.record is None else ()
+            trail = {method: self._trail(opened, shown, model, method) for method in wanted}
         spec = self._spec(name)
         return Result(model, shown, costs, refused, r, spec.patches + spec.prefix, trail)
 
@@ -179,9 +178,8 @@ class Explorer:
         before, points = handle.r, []
         for r in (r for r in TRAIL if r <= self.largest(model.name)):
             handle.r = r
-            points.append(
-                Point(self._count(model, method, r), 100 * float(view(handle, x).probabilities[said]), f"r={r}")
-            )
+            left = 100 * float(view(handle, x).probabilities[said])
+            points.append(Point(self._count(model, method, r), left, f"r={r}"))
         handle.r = before
         self._keep(key, points)
         return points

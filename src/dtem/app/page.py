@@ -47,7 +47,7 @@ STYLE = """
 def cards(result: Result, block: int) -> str:
     """Side by side: the image, and its groups after `block` (from 1) by each method."""
     shown, model = result.shown, result.model
-    size = [("tokens at the end", str(result.tokens))]
+    plain, size = groups.data_uri(shown.plain()), [("tokens at the end", str(result.tokens))]
     parts = [_card(model, UNMERGED, "r = 0", plain, result.costs[UNMERGED], shown.unmerged, size)]
     for name, view in shown.views.items():
         facts = [
@@ -98,8 +98,8 @@ def _own_curve(result: Result) -> str:
     value = f"probability of {class_name(result.model.host, said)} (%)"
     svg = curves.draw(lines, base=base, now=now, value=value, form="svg").decode()
     return (
-        f'<div class="dtem-plot">{svg[svg.index("<svg") :]}</div><p class="dtem-note">This image alone: what is left of '
-        f"the unmerged model's answer as r grows. Ringed: r = {result.r}. For accuracy, keep what "
+        f'<div class="dtem-plot">{svg[svg.index("<svg") :]}</div><p class="dtem-note">This image alone: what is left '
+        f"of the unmerged model's answer as r grows. Ringed: r = {result.r}. For accuracy, keep what "
         "<code>dtem eval … --out DIR</code> finds and start with <code>dtem app … --record DIR/record.json</code>.</p>"
     )
 
