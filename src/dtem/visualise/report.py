@@ -16,6 +16,11 @@ th:first-child, td:first-child { text-align: left; }
 .plot { background: #fff; border-radius: 6px; padding: 0.5rem; max-width: 40rem; }
 svg { max-width: 100%; height: auto; }
 figure { margin: 1.5rem 0; } figcaption { color: GrayText; font-size: 0.9rem; }
+@media (max-width: 44rem) { /* a phone: tables and figures keep a size that can be read, and scroll sideways */
+  th, td { white-space: nowrap; } .wide svg { max-width: none; width: 44rem; }
+  .plot { overflow-x: auto; padding: 0; } .plot svg { max-width: none; width: 30rem; }
+  dl { grid-template-columns: 1fr !important; } dt { color: GrayText; }
+}
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; font-size: 0.9rem; } dd { margin: 0; }
 """
 
