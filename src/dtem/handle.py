@@ -40,9 +40,9 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
     if missing:
         listed = ", ".join(sorted(missing))
         raise DtemError(f"method {method!r} needs {listed}, which {host.name} ({adapter.family}) does not provide")
-    asked = schedules.parse(r)
     if shortcut and not adapter.shortcuts:
         raise DtemError(f"shortcut=True is not available for {host.name} ({adapter.family}); leave it out")
+    asked = schedules.parse(r)
     schedules.check(asked, host.patches, host.depth)
     built = cls.create(host, options)
     projections = adapter.key_projections(model)

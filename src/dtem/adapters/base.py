@@ -55,10 +55,10 @@ class Adapter(ABC):
     """Taps that methods may ask for."""
     supported: ClassVar[str]
     """For messages: what this adapter takes."""
-
-    @abstractmethod
     shortcuts: ClassVar[bool] = False
     """Whether it can compute the class token only in the last block."""
+
+    @abstractmethod
     def refusal(self, model: nn.Module) -> str | None:
         """None: I take it. A text: it is of my family, but this is in the way. Empty: not of my family."""
 
@@ -88,9 +88,6 @@ def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Att
     return method.after(layer, tokens, r)
 
 
-@dataclasses.dataclass
-class Trace:
-    """What was merged, block by block, in every forward made under `handle.trace()`."""
 def walk(
     merger: Merger,
     x: Tensor,
@@ -127,6 +124,9 @@ def walk(
     return tokens
 
 
+@dataclasses.dataclass
+class Trace:
+    """What was merged, block by block, in every forward made under `handle.trace()`."""
 
     sources: list[Tensor] = dataclasses.field(default_factory=list)
     """After each block: for each patch (row by row), the index of the token that holds it, −1 if dropped. (b, p)"""

@@ -69,15 +69,11 @@ class Contender:
     @classmethod
     def unmerged(cls, host: "nn.Module", spec: "HostSpec") -> "Contender":
         """The host itself, never patched."""
+        from dtem import adapters
         from dtem.measure import flops
 
         count, forward = flops.count(host, spec.image), Timed(adapters.asked(host))
         return cls(UNMERGED, "0", spec.patches + spec.prefix, count.macs, count.paper, forward)
-
-
-def settled(contender: Contender) -> Contender:
-    """Costs over the images that were seen, where each has its own."""
-    from dtem.measure import lengths
 
 
 def merged(label: str, handle: "Handle", specs: Sequence[str]) -> list[Contender]:
