@@ -48,7 +48,9 @@ def _plain(layer: nn.Module, x: Tensor) -> bool:
 def begin(x: Tensor) -> Lean | None:
     """A `Lean` for this forward, or None where it gains nothing (small tensors stay in memory anyway) or where
     gradients, a compiler or autocast ask for plain operations."""
-    if x.device.type != "cpu" or x.numel() < SMALL or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    if x.device.type != "cpu" or x.numel() < SMALL:
         return None
     return None if torch.is_autocast_enabled("cpu") else Lean()
 

@@ -56,6 +56,8 @@ def attend_by_channel(
 def _fill_query_blocks(q: Float[Tensor, "b h q e"]) -> Float[Tensor, "b h m e"]:
     """Zero queries up to 192 where that is faster: torch's CPU kernel works on 64 queries at a time from 192 on, on 32
     below, at half the speed per query. Worth it from about 168 queries on, and for more than one image."""
+    if torch.compiler.is_exporting():  # other runtimes have other kernels
+        return q
     batch, heads, count, width = q.shape
     if not 168 <= count < 192 or batch * heads < 16 or q.device.type != "cpu" or q.dtype != torch.float32:
         return q

@@ -18,7 +18,7 @@ from dtem.types import SIZE_FLOOR, DtemError
 def flat(index: Int[Tensor, "b k"], tokens: int) -> Int[Tensor, " rows"]:
     """Positions in each image's tokens as positions in the rows of the whole batch."""
     batch = index.shape[0]
-    if batch > 1:
+    if torch.compiler.is_exporting() or batch > 1:  # an exported graph serves every batch
         first = positions(1, batch, index.device).view(batch, 1)
         index = torch.add(index, first, alpha=tokens)
     return index.reshape(-1)
@@ -38,6 +38,8 @@ def merge(
     left = matching.kept.shape[1]
     if tokens != left + matching.merged.shape[1]:
         raise DtemError(f"this matching is for {left + matching.merged.shape[1]} tokens, x has {tokens}")
+    if torch.compiler.is_exporting():
+        return merge_by_product(x, size, matching)
     kept, merged, into = flat(matching.kept, tokens), flat(matching.merged, tokens), flat(matching.into, left)
 
     if size is None:
@@ -53,6 +55,28 @@ def merge(
     out = rows.index_select(0, kept)
     change = rows.index_select(0, merged).sub_(out.index_select(0, into)).mul_(share.to(x.dtype).unsqueeze(1))
     return out.index_add_(0, into, change).view(batch, left, width), new_size.view(batch, left)
+
+
+def merge_by_product(
+    x: Float[Tensor, "b n c"], size: Float[Tensor, "b n"] | None, matching: Matching
+) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m"]]:
+    """`merge` without adding rows in place, which few runtimes can: what joins is summed by a matrix of zeros and ones.
+
+    This is what an exported graph holds.
+    """
+    left = matching.kept.shape[1]
+    here = torch.arange(left, device=x.device).unsqueeze(1)
+    joins = (here == matching.into.unsqueeze(1)).float()  # (b, m, r): 1 where merged token r joins output token m
+    out = take(x, matching.kept)
+    if size is None:
+        new_size = joins.sum(dim=2) + 1.0
+        share = new_size.gather(1, matching.into).reciprocal()
+    else:
+        moved = size.gather(1, matching.merged)
+        new_size = size.gather(1, matching.kept) + (joins * moved.unsqueeze(1)).sum(dim=2)
+        share = moved / new_size.gather(1, matching.into)
+    change = (take(x, matching.merged) - take(out, matching.into)) * share.to(x.dtype).unsqueeze(2)
+    return out + joins.to(x.dtype) @ change, new_size
 
 
 class SoftMerge(NamedTuple):

@@ -1,0 +1,189 @@
+"""Files for other runtimes: what they compute, at batches that the trace never saw, and what they say of themselves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import dtem
+from dtem import export
+from dtem.export import check, files
+from dtem.types import DtemError
+
+pytest.importorskip("onnxscript", reason='needs pip install "dtem[export]"')
+pytest.importorskip("openvino", reason='needs pip install "dtem[openvino]"')
+
+CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "torch-dinov2_registers-dtem"]
+MORE = ["onnx-siglip-dtem", "onnx-deit-evit", "onnx-non_square-dtem", "torch-siglip-tome", "openvino-deit3-dtem"]
+ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
+EVERYWHERE = [
+    "Add",
+    "ArgMax",
+    "Cast",
+    "Clip",
+    "Concat",
+    "Constant",
+    "Conv",
+    "Div",
+    "Equal",
+    "Erf",
+    "Expand",
+    "Gather",
+    "GatherElements",
+    "Gemm",
+    "Identity",
+    "LayerNormalization",
+    "Log",
+    "MatMul",
+    "Mul",
+    "Range",
+    "Reciprocal",
+    "ReduceL2",
+    "ReduceMax",
+    "ReduceMean",
+    "ReduceSum",
+    "Reshape",
+    "Shape",
+    "Slice",
+    "Softmax",
+    "Split",
+    "Squeeze",
+    "Sub",
+    "Tanh",
+    "TopK",
+    "Transpose",
+    "Unsqueeze",
+    "Where",
+]
+
+
+@pytest.fixture(scope="module")
+def report(request):
+    """What came of every case; the slow ones are exported only if they were asked for."""
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    script = Path(__file__).with_name("exported.py")
+    done = subprocess.run(
+        [sys.executable, script, *(case for case in [*CASES, *MORE] if case in asked)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_the_file_computes_what_the_model_computes(report, case):
+    result = report[case]
+    assert "error" not in result, result["error"]
+    for batch, difference in result["differences"].items():
+        assert difference < 1e-4, f"batch {batch}"
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_the_file_says_what_it_is(report, case):
+    held = report[case]["metadata"]
+    form, name, method = case.split("-")
+    assert held["r"] == "9"
+    assert json.loads(held["plan"]) == [9, 9]
+    assert held["method"] == method
+    assert json.loads(held["labels"]) == [f"class {number}" for number in range(5)]
+    assert held["host"].startswith(("deit", "vit"))
+    ends = {"onnx": [".onnx"], "openvino": [".bin", ".xml"], "torch": [".pt2"]}[form]
+    assert report[case]["files"] == [f"{name}-{method}{end}" for end in ends]
+
+
+@pytest.mark.parametrize("case", ["onnx-distilled-dtem", "openvino-mae-tome"])
+def test_operators_are_those_that_every_runtime_has(report, case):
+    found = set(report[case]["operators"])
+    assert not found.difference(EVERYWHERE)
+    assert "TopK" in found
+
+
+def tiny() -> torch.nn.Module:
+    return timm.create_model(
+        "deit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1, num_classes=3
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "options", "says"),
+    [
+        ("a.onnx", "coreml", {}, "'coreml' is not known"),
+        ("a.pt", "torch", {}, "must end in .pt2"),
+        ("a.xml", "openvino", {"int8": True}, "int8 goes with format onnx"),
+        ("no/a.onnx", "onnx", {}, "there is no folder"),
+        ("a.onnx", "onnx", {"labels": ["cat"]}, "1 labels for 3 classes"),
+    ],
+)
+def test_what_is_refused(name, form, options, says, tmp_path) -> None:
+    handle = dtem.patch(tiny(), r=2)
+    with pytest.raises(DtemError, match=says):
+        export.write(handle, tmp_path / name, form, [torch.zeros(1, 3, 32, 32)], **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_soft_merging_is_no_file(tmp_path) -> None:
+    handle = dtem.patch(tiny(), r=2)
+    handle.mode = "soft"
+    with pytest.raises(DtemError, match="hard merging"):
+        export.write(handle, tmp_path / "a.onnx", "onnx", [torch.zeros(1, 3, 32, 32)])
+
+
+def test_a_file_that_computes_something_else_gets_no_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its check fails, and an older file of that name stays."""
+    handle = dtem.patch(tiny(), r=2)
+    monkeypatch.setattr(files.program, "trace", lambda model, image: None)
+    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held: path.write_bytes(b"new"))
+    monkeypatch.setattr(files.onnx, "used", lambda path: {})
+    monkeypatch.setattr(files.onnx, "runner", lambda path: lambda images: torch.ones(len(images), 3) * 100)
+    (tmp_path / "a.onnx").write_bytes(b"old")
+    with pytest.raises(DtemError, match="0 of 2 images agree"):
+        export.write(handle, tmp_path / "a.onnx", "onnx", [torch.randn(2, 3, 32, 32)])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+    assert (tmp_path / "a.onnx").read_bytes() == b"old"
+
+
+def test_agreement_counts_by_hand() -> None:
+    expected = torch.tensor([[0.0, 2.0], [3.0, 1.0], [0.0, 100.0]])
+    found = torch.tensor([[0.0, 2.001], [1.0, 1.5], [0.05, 100.0]])
+    rows = iter([found[:1], found[1:]])  # the file is asked for one image, then for the rest
+    result = check.agreement(lambda images: expected, lambda images: next(rows), [torch.zeros(3, 1)])
+    assert result.images == 3
+    assert result.largest == 2.0
+    assert result.typical == pytest.approx(0.05)
+    assert result.agreeing == 2  # 0.001 of 2 and 0.05 of 100
+    assert result.same_class == 2
+
+
+def test_nan_never_agrees() -> None:
+    result = check.agreement(
+        lambda x: torch.zeros(2, 3), lambda x: torch.full((len(x), 3), torch.nan), [torch.zeros(2)]
+    )
+    assert result.agreeing == 0
+    with pytest.raises(DtemError, match="computes something else"):
+        check.demand(result, "onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("r", [13, 16])
+def test_deit_small_at_its_own_size(r: int, tmp_path, capsys) -> None:
+    """The command itself, in a process of its own, and int8 beside it."""
+    for more in ([], ["--int8"]):
+        command = ["export", "deit_small_patch16_224", "--format", "onnx", "--r", str(r), "--images", "4", "--json"]
+        command = [sys.executable, "-m", "dtem.cli", *command, "--out", str(tmp_path / "a.onnx"), *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["labels"]
+        assert document["metadata"]["host"] == "deit_small_patch16_224"
+        if not more:
+            assert document["agreement"]["largest"] < 1e-4
+            whole = document["bytes"]
+    assert document["bytes"] < 0.4 * whole
+    assert "MatMulInteger" in document["operators"]
