@@ -44,14 +44,18 @@ LONGEST = 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.05)
+    add_arguments(parser)
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     build(args.data, args.out or Path("runs/captioner"), args)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host-epochs", type=int, default=8)
+    parser.add_argument("--host-batch", type=int, default=16)
+    parser.add_argument("--host-lr", type=float, default=1e-3)
+    parser.add_argument("--host-decay", type=float, default=0.05)
 
 
 def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
@@ -87,7 +91,9 @@ def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
             indent=2,
         )
     )
-    (folder / "trained.json").write_text(json.dumps(best | {"epochs": args.epochs, "batch": args.batch, "lr": args.lr}))
+    (folder / "trained.json").write_text(
+        json.dumps(best | {"epochs": args.host_epochs, "batch": args.host_batch, "lr": args.host_lr})
+    )
     return folder
 
 
@@ -149,7 +155,7 @@ def loss_of(model: Any, seen: Tensor, ids: Tensor, place: Tensor, owner: Tensor)
     mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min).unsqueeze(1)
     out = git.encoder(hidden, attention_mask=mask).last_hidden_state[:, count:-1]
     follows = (owner[:, 1:] == owner[:, :-1]) & (owner[:, 1:] >= 0)
-    return F.cross_entropy(model.output(out[follows]), ids[:, 1:][follows])
+    return F.cross_entropy(model.output(out[follows]).float(), ids[:, 1:][follows])
 
 
 def learn(model: Any, features: dict[str, Tensor], packed: dict[str, list], folder: Path, args: Any) -> dict[str, Any]:
@@ -159,42 +165,41 @@ def learn(model: Any, features: dict[str, Tensor], packed: dict[str, list], fold
     learns = {name: p for name, p in model.named_parameters() if "image_encoder" not in name}
     decayed = [p for p in learns.values() if p.ndim > 1]
     plain = [p for p in learns.values() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
-    steps = len(packed["train"]) // args.batch
-    total, best, start = steps * args.epochs, {"loss": math.inf}, 0
+    groups = [{"params": decayed, "weight_decay": args.host_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=args.host_lr, betas=(0.9, 0.98))
+    steps = len(packed["train"]) // args.host_batch
+    total, best, start = steps * args.host_epochs, {"loss": math.inf}, 0
     if (folder / "last.pt").exists():
         last = torch.load(folder / "last.pt", weights_only=True)
         model.load_state_dict(last["model"], strict=False)
         optimiser.load_state_dict(last["optimiser"])
         best, start = last["best"], last["epoch"] + 1
-    for epoch in range(start, args.epochs):
+    for epoch in range(start, args.host_epochs):
         began, losses = time.perf_counter(), []
         order = np.random.default_rng([0, epoch]).permutation(len(packed["train"]))
         model.train()
         torch.manual_seed(epoch)
         for step in range(steps):
-            rows = order[step * args.batch : (step + 1) * args.batch]
+            rows = order[step * args.host_batch : (step + 1) * args.host_batch]
             done = (epoch * steps + step) / total
             lr = (
-                args.lr
+                args.host_lr
                 * min(1.0, (epoch * steps + step + 1) / 200)
                 * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
             )
             for group in optimiser.param_groups:
                 group["lr"] = lr
             seen = features["train"][torch.from_numpy(rows)].float()
-            loss = loss_of(model, seen, *collate([packed["train"][row] for row in rows], pad))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, seen, *collate([packed["train"][row] for row in rows], pad))
             optimiser.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(list(learns.values()), 1.0)
             optimiser.step()
             losses.append(loss.item())
             if step % 20 == 0:
-                print(
-                    f"epoch {epoch} step {step}/{steps} loss {np.mean(losses[-20:]):.3f} {time.perf_counter() - began:.0f} s",
-                    flush=True,
-                )
+                spent = time.perf_counter() - began
+                print(f"epoch {epoch} step {step}/{steps} loss {np.mean(losses[-20:]):.3f} {spent:.0f} s", flush=True)
         found = validate(model, features["val"], packed["val"], pad)
         print(
             f"epoch {epoch}: train {np.mean(losses):.4f} val {found:.4f} {time.perf_counter() - began:.0f} s",

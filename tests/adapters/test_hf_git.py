@@ -14,9 +14,9 @@ import dtem
 
 transformers = pytest.importorskip("transformers")
 
+from adapters.gits import tiny_git  # noqa: E402
 from dtem.adapters.hf_git import encoding_once  # noqa: E402
 from dtem.hosts.captioner import captioner  # noqa: E402
-from adapters.gits import tiny_git  # noqa: E402
 
 pytestmark = pytest.mark.contract
 R = 9

@@ -1,7 +1,7 @@
 """A small captioner in the form of transformers' GIT, whose vision encoder starts from a plain timm ViT (DeiT).
 
-GIT's encoder is CLIP's: q, k and v are layers of their own, patches have no bias, and a LayerNorm comes before the first
-block, which a plain ViT does not have. None of that stands in the way:
+GIT's encoder is CLIP's: q, k and v are layers of their own, patches have no bias, and a LayerNorm comes before the
+first block, which a plain ViT does not have. None of that stands in the way:
 
 * a plain ViT reads its residual stream through LayerNorms only, so the mean that the extra norm takes away from every
   token is never seen;

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dtem.tasks.captioning.style import Style
 from dtem.tasks.classification.augmentation import Augmentation
 from dtem.tasks.segmentation.augmentation import Views
 
@@ -81,6 +82,7 @@ class TrainConfig:
     """Stochastic depth in the steps that train the model."""
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
     views: Views = dataclasses.field(default_factory=Views)
+    style: Style = dataclasses.field(default_factory=Style)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the method, NAME=VALUE, e.g. temperature=0.05 (may be given several times)."""
     dtype: str = "fp32"
@@ -180,7 +182,7 @@ def build(values: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**wanted)
 
 
-_INNER: dict[str, type] = {"augment": Augmentation, "views": Views}
+_INNER: dict[str, type] = {"augment": Augmentation, "views": Views, "style": Style}
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:

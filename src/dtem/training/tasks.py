@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TASKS = {
+    "captioning": "dtem.training.captioning:Captioning",
     "classification": "dtem.training.classification:Classification",
     "segmentation": "dtem.training.segmentation:Segmentation",
 }

@@ -8,8 +8,8 @@
 ``FILE#SPLIT`` takes one split (``train`` has Karpathy's ``restval`` in it), ``FILE#SPLIT?images=DIR`` says where the
 images are; by default in ``images`` beside the file, else right beside it.
 
-What comes out is a `Source` as for classification, whose label is the position in `items`: so the same `Loader` decodes,
-shuffles, shares out and skips what cannot be read.
+What comes out is a `Source` as for classification, whose label is the position in `items`: so the same `Loader`
+decodes, shuffles, shares out and skips what cannot be read.
 """
 
 import json

@@ -1,0 +1,199 @@
+"""Do learned embeddings caption better than ToMe? On real photographs with real captions, three seeds.
+
+python benchmarks/captioning_proof.py --data DIR                       everything, in runs/captioning
+python benchmarks/captioning_proof.py --data DIR --only host           a part: host, train, eval or table
+
+DIR holds flickr8k and weights. A small captioner (`captioning_host.py`) is trained on the train split and frozen; its
+embeddings are trained on the same split, once per seed; none, ToMe and DTEM caption the test split. What is done is
+kept in --work: the same command again goes on.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import captioning_host
+import common
+import torch
+from timm.data.config import resolve_data_config
+
+import dtem
+from dtem.files import write_file
+from dtem.measure import flops, record
+from dtem.tasks.captioning import evaluate, metric
+from dtem.tasks.captioning.data import open_captions
+from dtem.tasks.captioning.evaluate import Written
+from dtem.tasks.captioning.loading import load
+from dtem.tasks.captioning.style import Style
+from dtem.tasks.classification.data import Loader, eval_transform
+from dtem.training.config import build
+from dtem.training.loop import train
+
+RATES = ("4", "8", "10", "13")
+TRAINED_AT = "13"
+SINGLE = ("CIDEr", "METEOR", "ROUGE-L")
+"""Metrics that have a score for every image."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/captioning"))
+    parser.add_argument("--only", choices=("host", "train", "eval", "table"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=150, help="of the embeddings")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--captions", type=int, default=5, help="of each image in an update")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--loss", default="both")
+    parser.add_argument("--beams", type=int, default=5)
+    parser.add_argument("--limit", type=int, default=300, help="test images")
+    captioning_host.add_arguments(parser)
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    host = captioning_host.build(args.data, args.work / "host", args)
+    if args.only in (None, "train"):
+        for seed in range(args.seeds):
+            learn(args, host, seed)
+    if args.only in (None, "eval"):
+        for name, rate in contenders(args):
+            caption(args, host, name, rate)
+    if args.only in (None, "eval", "table"):
+        rows = table(args, host)
+        data = record.data_hash(args.data / "flickr8k" / "captions.json")
+        kept = record.collect("captioning", rows, data=data)
+        print(f"record: {record.save(kept, args.out or common.RESULTS / 'captioning.json').name}")
+
+
+def learn(args: argparse.Namespace, host: Path, seed: int) -> None:
+    """Embeddings of one seed, unless they are there: a finished run only reads its checkpoint."""
+    folder = args.work / f"seed{seed}"
+    if (folder / "done").exists():
+        return
+    settings = {
+        "task": "captioning",
+        "data": f"{args.data}/flickr8k/captions.json#train",
+        "out": str(folder),
+        "r": TRAINED_AT,
+        "loss": args.loss,
+        "updates": args.updates,
+        "batch": args.batch,
+        "captions": args.captions,
+        "lr": args.lr,
+        "seed": seed,
+        "workers": 0,
+        "save_every": 10,
+    }
+    model = load(str(host))
+    train(model, build(settings), resolve_data_config(model=model))
+    write_file(folder / "done", "")
+
+
+def contenders(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Method and r; the one that takes the longest to be of interest comes last."""
+    methods = ["tome", *(f"dtem-seed{seed}" for seed in range(args.seeds))]
+    return [("none", "0"), *((method, rate) for rate in reversed(RATES) for method in methods)]
+
+
+def file_of(args: argparse.Namespace, name: str, rate: str) -> Path:
+    return args.work / f"captions-{name}-r{rate}-beam{args.beams}.json"
+
+
+def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
+    """Captions of the test split, and what its own captions cost in loss."""
+    file = file_of(args, name, rate)
+    if file.exists():
+        return
+    model = load(str(host))
+    if name == "none":
+        ready: Any = lambda: model  # noqa: E731
+    elif name == "tome":
+        ready = evaluate.at_rates(dtem.patch(model, "tome"), [rate])[rate]
+    else:
+        adapter = args.work / name.removeprefix("dtem-") / "adapter.safetensors"
+        ready = evaluate.at_rates(dtem.from_pretrained(adapter, model, r=0), [rate])[rate]
+    source = open_captions(f"{args.data}/flickr8k/captions.json#test")
+    source.items = source.items[: args.limit]
+    source.length = len(source.items)
+    loader = Loader(source, eval_transform(resolve_data_config(model=model)), 20)
+    written = evaluate.compete({name: ready}, loader, Style(beams=args.beams))[name]
+    write_file(file, json.dumps(dataclasses.asdict(written)))
+    print(f"{name} r={rate}: loss {written.loss:.4f}, {written.captions_per_second:.2f} captions/s", flush=True)
+
+
+def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
+    """Scores of everything that is there, seeds averaged, with paired intervals."""
+    source = open_captions(f"{args.data}/flickr8k/captions.json#test")
+    found: dict[tuple[str, str], Written] = {}
+    for name, rate in contenders(args):
+        if (file := file_of(args, name, rate)).exists():
+            found[name, rate] = evaluate.scored(Written(**json.loads(file.read_text()) | {"scores": None}), source)
+    costs = cost(host)
+    rows = []
+    for method, rate in [("none", "0"), *((m, r) for r in RATES for m in ("tome", "dtem"))]:
+        parts = [part for (name, at), part in found.items() if name.partition("-")[0] == method and at == rate]
+        if parts:
+            rows.append(row(method, rate, parts, found, costs[rate]))
+            print(json.dumps(rows[-1]))
+    return rows
+
+
+def cost(host: Path) -> dict[str, dict[str, float]]:
+    """By r: operations of the encoder, tokens handed on."""
+    handle = dtem.patch(load(str(host)))
+    found = {}
+    for rate in ("0", *RATES):
+        handle.r = rate
+        count = flops.count(handle.model, handle.host.image)
+        found[rate] = {"gmacs": count.macs / 1e9, "tokens": handle.tokens[-1]}
+    return found
+
+
+def row(
+    method: str, rate: str, parts: list[Written], found: dict[tuple[str, str], Written], costs: dict[str, float]
+) -> dict[str, Any]:
+    """Means over seeds; differences from the unmerged model and from ToMe, image by image, seeds averaged first."""
+    own = [part.scores for part in parts if part.scores is not None]
+    corpus = {
+        name: own[0].corpus[name] if isinstance(own[0].corpus[name], str) else _mean([s.corpus[name] for s in own])
+        for name in metric.NAMES
+    }
+    result = {
+        "method": method,
+        "r": int(rate),
+        "seeds": len(parts),
+        "images": len(parts[0].captions),
+        **corpus,
+        **costs,
+    }
+    result["loss"] = _mean([part.loss for part in parts])
+    result["loss_by_seed"] = [part.loss for part in parts]
+    result["CIDEr_by_seed"] = [scores.corpus["CIDEr"] for scores in own]
+    result["captions_per_second"] = _mean([part.captions_per_second for part in parts])
+    for label, other in (("none", ("none", "0")), ("tome", ("tome", rate))):
+        if other in found and other[0] != method:
+            result[f"against_{label}"] = against(found[other], parts)
+    return result
+
+
+def against(other: Written, parts: list[Written]) -> dict[str, Any]:
+    pairs = {"loss": (other.loss_by_image(), _columns([part.loss_by_image() for part in parts]))}
+    for name in SINGLE:
+        if other.scores is not None and name in other.scores.each:
+            pairs[name] = (other.scores.each[name], _columns([p.scores.each[name] for p in parts if p.scores]))
+    return {name: dataclasses.asdict(metric.bootstrap(a, b)) for name, (a, b) in pairs.items()}
+
+
+def _columns(rows: list[list[float]]) -> list[float]:
+    return [_mean(list(column)) for column in zip(*rows, strict=True)]
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the verbs share for captioning: the options of a captioner, building it, its contenders."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from dtem.cli.contenders import UNMERGED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from transformers import GitForCausalLM
+
+    from dtem.handle import Handle
+    from dtem.tasks.captioning.style import Style
+
+MODEL = "a GIT captioner: a Hub id (microsoft/git-base-coco) or a folder"
+DATA = (
+    "captions.json#test (Karpathy's or a list), FILE.jsonl, or Flickr's token .txt; ?images=DIR says where images are"
+)
+
+
+def add_style_arguments(parser: argparse.ArgumentParser) -> None:
+    """How captions are written."""
+    from dtem.tasks.captioning.style import Style
+
+    parser.add_argument("--beams", metavar="N", type=int, default=Style.beams, help="default %(default)s")
+    parser.add_argument(
+        "--longest", metavar="N", type=int, default=Style.longest, help="most tokens of a caption; default %(default)s"
+    )
+
+
+def style(args: argparse.Namespace) -> "Style":
+    """What those options ask for."""
+    from dtem.tasks.captioning.style import Style
+
+    return Style(beams=args.beams, longest=args.longest)
+
+
+def build(args: argparse.Namespace, drop_path_rate: float = 0.0, **options: Any) -> "GitForCausalLM":
+    """The captioner that --model names, with its tokenizer; --weights are those of an end-to-end run."""
+    from dtem.tasks.captioning.loading import load
+    from dtem.types import DtemError
+
+    for option in ("pool", "img_size", "classes"):
+        if getattr(args, option, None) is not None:
+            raise DtemError(f"--{option.replace('_', '-')} does not go with captioning: the model says that itself")
+    if getattr(args, "random", False):
+        raise DtemError("--random does not go with captioning: give --model a folder or a Hub id")
+    model = load(args.model)
+    if getattr(args, "weights", None) is not None:
+        from dtem.cli.weights import load_weights
+
+        load_weights(model, args.weights)
+    return model
+
+
+def contenders(
+    host: Any, handles: "Mapping[str, Handle]", rates: "Sequence[str]"
+) -> "dict[tuple[str, str], Callable[[], Any]]":
+    """By method and r, what puts a model into that state and gives it; the unmerged one first."""
+    from dtem.tasks.captioning.evaluate import at_rates
+
+    found: dict[tuple[str, str], Callable[[], Any]] = {(UNMERGED, "0"): lambda: host}
+    for label, handle in handles.items():
+        for rate, ready in at_rates(handle, rates).items():
+            ready()
+            if handle.merger.active:
+                found[label, rate] = ready
+    return found

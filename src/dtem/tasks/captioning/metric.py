@@ -1,0 +1,128 @@
+"""BLEU, METEOR, ROUGE-L, CIDEr and SPICE, as the COCO caption evaluation computes them: by its package, pycocoevalcap.
+
+Every score rests on the PTB tokenizer, which is a Java program, as METEOR and SPICE are; SPICE also needs Stanford
+CoreNLP, which that package fetches once. Where something is missing, a score is a text that says what (``needs Java``)
+instead of a number: a score on words cut by another tokenizer could be compared with nothing.
+"""
+
+import contextlib
+import importlib.util
+import io
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtem.tasks.classification.outcomes import Difference
+from dtem.types import DtemError
+
+NAMES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+NO_JAVA = "needs Java"
+NO_CORENLP = "needs Stanford CoreNLP"
+CORENLP = "stanford-corenlp-3.6.0.jar"
+HELP = {
+    NO_JAVA: "install a Java runtime (Debian: apt install default-jre-headless), so that `java -version` answers",
+    NO_CORENLP: "run once, with network: python -c 'from pycocoevalcap.spice.get_stanford_models import "
+    "get_stanford_models as get; get()'",
+}
+Score = float | str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What captions are worth."""
+
+    corpus: dict[str, Score]
+    """By metric, times 100, or what is missing to have it."""
+    each: dict[str, list[float]]
+    """By metric, the score of every image, times 100, in the order of `images`; not for BLEU, which is of a corpus."""
+    images: list[str]
+
+
+def check() -> dict[str, str]:
+    """What is missing, by metric: told before hours of work, not after."""
+    if importlib.util.find_spec("pycocoevalcap") is None:
+        raise DtemError('caption metrics need the package pycocoevalcap: pip install "dtem[captioning]"')
+    if shutil.which("java") is None:
+        return dict.fromkeys(NAMES, NO_JAVA)
+    package = importlib.util.find_spec("pycocoevalcap")
+    folders = (package.submodule_search_locations if package else None) or ()
+    found = any(Path(folder, "spice", "lib", CORENLP).is_file() for folder in folders)
+    return {} if found else {"SPICE": NO_CORENLP}
+
+
+def score(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> Scores:
+    """Score one caption per image against what people have said of it.
+
+    Args:
+        candidates: caption by image.
+        references: captions by image, of the same images.
+    """
+    if candidates.keys() != references.keys() or not candidates:
+        odd = sorted(candidates.keys() ^ references.keys())
+        raise DtemError(f"captions and references must be of the same images, one or more; in one only: {odd[:1]}")
+    missing = check()
+    images = list(candidates)
+    corpus: dict[str, Score] = {name: missing.get(name, 0.0) for name in NAMES}
+    each: dict[str, list[float]] = {}
+    if missing.get("METEOR"):
+        return Scores(corpus, each, images)
+    with contextlib.redirect_stdout(io.StringIO()):  # the package prints as it goes
+        given = _tokenized({name: [candidates[name]] for name in images})
+        wanted = _tokenized({name: list(references[name]) for name in images})
+        for names, scorer in _scorers(missing):
+            total, parts = scorer.compute_score(wanted, given)
+            _close(scorer)
+            totals, lists = (total, None) if isinstance(total, list) else ([total], parts)
+            corpus |= {name: 100 * float(value) for name, value in zip(names, totals, strict=True)}
+            if lists is not None:
+                each[names[0]] = [100 * _number(part) for part in lists]
+    return Scores(corpus, each, images)
+
+
+def _tokenized(captions: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+
+    try:
+        found: dict[str, list[str]] = PTBTokenizer().tokenize(
+            {name: [{"caption": text} for text in texts] for name, texts in captions.items()}
+        )
+    except OSError as error:
+        raise DtemError(f"the PTB tokenizer of pycocoevalcap cannot run: {error}") from error
+    if any(len(found.get(name, ())) != len(texts) for name, texts in captions.items()):
+        raise DtemError("the PTB tokenizer of pycocoevalcap gave back fewer captions than it got: does `java` run?")
+    return found
+
+
+def _scorers(missing: Mapping[str, str]) -> list[tuple[tuple[str, ...], Any]]:
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.meteor.meteor import Meteor
+    from pycocoevalcap.rouge.rouge import Rouge
+    from pycocoevalcap.spice.spice import Spice
+
+    found = [(NAMES[:4], Bleu(4)), (("METEOR",), Meteor()), (("ROUGE-L",), Rouge()), (("CIDEr",), Cider())]
+    return found if "SPICE" in missing else [*found, (("SPICE",), Spice())]
+
+
+def _close(scorer: Any) -> None:
+    """METEOR leaves the pipes to its process open."""
+    process = getattr(scorer, "meteor_p", None)
+    for pipe in () if process is None else (process.stdout, process.stderr):
+        pipe.close()
+
+
+def _number(part: Any) -> float:
+    """SPICE says more of an image than its score."""
+    return float(part["All"]["f"]) if isinstance(part, Mapping) else float(part)
+
+
+def bootstrap(a: Sequence[float], b: Sequence[float], draws: int = 10_000, seed: int = 0) -> Difference:
+    """Paired bootstrap of the mean of b − a: the same images are drawn for both."""
+    each = np.asarray(b, dtype=float) - np.asarray(a, dtype=float)
+    drawn = np.random.default_rng(seed).integers(len(each), size=(draws, len(each)))
+    low, high = np.quantile(each[drawn].mean(axis=1), [0.025, 0.975])
+    return Difference(float(each.mean()), float(low), float(high))

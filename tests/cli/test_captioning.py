@@ -1,0 +1,68 @@
+"""`dtem eval --task captioning` and `dtem caption`, on a captioner of a few thousand weights."""
+
+import json
+
+import pytest
+
+from dtem.cli import main
+from dtem.tasks.captioning import metric
+from tasks.captioning.small import write_captioner, write_pictures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("captioning")
+    write_pictures(place)
+    write_captioner(place / "model")
+    return place
+
+
+def test_eval_without_java_says_what_it_needs(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(metric.shutil, "which", lambda name: None)
+    command = ["eval", "--task", "captioning", "--model", str(folder / "model"), "--r", "0,3,9", "--beams", "2"]
+    command += ["--data", f"{folder}/captions.json#train", "--method", "tome,dtem", "--longest", "5"]
+    assert main([*command, "--json", "--out", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = {(row["method"], row["r"]): row for row in document["rows"]}
+    assert list(rows) == [("unmerged", "0"), ("tome", "3"), ("tome", "9"), ("dtem", "3"), ("dtem", "9")]
+    assert [row["tokens"] for row in rows.values()] == [65, 53, 29, 53, 29]
+    assert {row["CIDEr"] for row in rows.values()} == {"needs Java"}
+    assert rows["tome", "9"]["loss"] == pytest.approx(rows["dtem", "9"]["loss"], rel=1e-5), "untrained, dtem is tome"
+    assert rows["unmerged", "0"]["macs"] > rows["tome", "3"]["macs"] > rows["tome", "9"]["macs"]
+    assert rows["dtem", "9"]["against_tome"]["loss"]["value"] == pytest.approx(0, abs=1e-5)
+    assert set(json.loads((tmp_path / "captions.json").read_text())["tome-r9"]) == {f"{n}.png" for n in range(4)}
+    assert json.loads((tmp_path / "record.json").read_text())["results"]["images"] == 4
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "needs Java" in shown
+    assert "default-jre-headless" in shown
+
+
+def test_caption_prints_captions_at_each_r(folder, capsys):
+    image = str(folder / "images" / "0.png")
+    command = ["caption", image, "--model", str(folder / "model"), "--r", "0,9", "--beams", "2", "--longest", "5"]
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["r"], row["tokens"]) for row in rows] == [("0", 65), ("9", 29)]
+    assert all(isinstance(row["caption"], str) for row in rows)
+    assert main(command) == 0
+    assert "0.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval", "--task", "captioning", "--model", "MODEL", "--data", "nothing.json"], "no file of captions"),
+        (["caption", "MODEL/config.json", "--model", "MODEL"], "cannot be read as an image"),
+        (["caption", "IMAGE", "--model", "MODEL", "--beams", "0"], "beams = 0"),
+        (["caption", "IMAGE", "--model", "MODEL/nothing"], "cannot be loaded as a captioner"),
+    ],
+)
+def test_mistakes_are_said_in_a_line(folder, capsys, words, said):
+    places = {"MODEL": str(folder / "model"), "IMAGE": str(folder / "images" / "0.png")}
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error

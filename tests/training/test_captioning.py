@@ -1,0 +1,130 @@
+"""Training of captioners: what learns, by which loss, and which one is the best."""
+
+import copy
+import json
+
+import pytest
+import torch
+from timm.data.config import resolve_data_config
+
+import dtem
+from dtem.tasks.captioning.loading import load
+from dtem.training import captioning
+from dtem.training.config import build
+from dtem.training.loop import train
+from dtem.types import DtemError
+from tasks.captioning.small import write_captioner, write_pictures
+
+PLAIN = {"task": "captioning", "workers": 0, "batch": 4, "r": "9", "eval_r": "9", "beams": 1, "longest": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("captioning")
+    write_pictures(place)
+    write_captioner(place / "model")
+    return place
+
+
+@pytest.fixture(scope="module")
+def host(folder):
+    return load(str(folder / "model"))
+
+
+@pytest.fixture(autouse=True)
+def _no_java(monkeypatch):
+    """The metrics are tested elsewhere; Java takes seconds to start."""
+
+    def scored(written, source):
+        length = sum(map(len, written.captions.values()))
+        written.scores = captioning.metric.Scores({"CIDEr": float(length), "BLEU-4": 1.0, "SPICE": "no"}, {}, [])
+        return written
+
+    monkeypatch.setattr(captioning.metric, "check", dict)
+    monkeypatch.setattr(captioning.evaluate, "scored", scored)
+
+
+def trained(host, folder, out, **settings):
+    model = copy.deepcopy(host)
+    data = f"{folder}/captions.json"
+    values = PLAIN | {"data": f"{data}#train", "eval_data": f"{data}#val", "updates": 3, "out": str(out)} | settings
+    return model, train(model, build(values), resolve_data_config(model=model))
+
+
+def changed(model, host):
+    own = {name: part for name, part in model.state_dict().items() if not name.startswith("dtem.")}
+    return {name for name, part in host.state_dict().items() if not torch.equal(own[name], part)}
+
+
+@pytest.mark.parametrize(("loss", "captions"), [("task", 1), ("both", 2)])
+def test_modular_training_changes_the_embeddings_alone(host, folder, tmp_path, loss, captions):
+    model, result = trained(host, folder, tmp_path / "run", loss=loss, captions=captions, lr=1e-2)
+    assert changed(model, host) == set()
+    untrained = dtem.patch(copy.deepcopy(host)).method.state_dict()
+    learned = result.handle.method.state_dict()
+    assert all(not torch.equal(part, learned[name]) for name, part in untrained.items())
+    assert set(result.metrics["9"]) == {"CIDEr", "BLEU-4", "loss"}
+    again = dtem.from_pretrained(tmp_path / "run" / "adapter.safetensors", copy.deepcopy(host), r=9)
+    assert (
+        json.loads(dtem.storage.read(tmp_path / "run" / "adapter.safetensors")[0]["notes"]["trained_on"])[0] == "0.png"
+    )
+    assert again.r == 9
+
+
+def test_the_loss_of_captions_goes_down(host, folder, tmp_path):
+    """Over the same four images: what embeddings learn from words makes those words likelier."""
+    found = {}
+    for lr in (1e-9, 3e-2):
+        model, _ = trained(host, folder, tmp_path / str(lr), lr=lr, updates=12, captions=2, eval_data="")
+        source = captioning.open_captions(f"{folder}/captions.json#train")
+        loader = captioning.Loader(source, captioning.eval_transform(resolve_data_config(model=model)), 4)
+        ready = {"9": lambda model=model: model}
+        found[lr] = captioning.evaluate.compete(ready, loader, build(PLAIN).style)["9"].loss
+    assert found[3e-2] < found[1e-9]
+
+
+def test_end_to_end_training_alternates(host, folder, tmp_path):
+    model, _ = trained(host, folder, tmp_path / "run", mode="end-to-end", every=2, host_r="5", host_lr=1e-3)
+    assert {name.partition(".")[0] for name in changed(model, host)} == {"git", "output"}
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    untrained = dtem.patch(copy.deepcopy(host)).method.state_dict()
+    assert any(not torch.equal(part, model.dtem.method.state_dict()[name]) for name, part in untrained.items())
+
+
+def test_a_host_can_be_trained_without_merging(host, folder, tmp_path):
+    model, result = trained(host, folder, tmp_path / "run", mode="finetune", method="tome", r="0", host_lr=1e-3)
+    assert changed(model, host)
+    assert result.handle.r == "0"
+
+
+def test_the_best_is_that_of_the_highest_cider(host, folder, tmp_path, monkeypatch):
+    values = iter([3.0, 7.0, 5.0])
+
+    def scored(written, source):
+        written.scores = captioning.metric.Scores({"CIDEr": next(values), "BLEU-4": 1.0}, {}, [])
+        return written
+
+    monkeypatch.setattr(captioning.evaluate, "scored", scored)
+    trained(host, folder, tmp_path / "run", eval_every=1, lr=1e-2)
+    best = dtem.storage.read(tmp_path / "run" / "best.safetensors")[0]
+    assert best["notes"]["updates"] == "2"
+
+
+def test_captions_are_drawn_by_the_seed_and_not_twice(folder):
+    task = captioning.Captioning.__new__(captioning.Captioning)
+    task.config, task.source = build(PLAIN | {"captions": 2}), captioning.open_captions(f"{folder}/captions.json#train")
+    batch = captioning.Batch(torch.zeros(4, 3, 32, 32), torch.arange(4), task.source.names)
+    drawn = task._drawn(batch, 5)
+    assert drawn == task._drawn(batch, 5)
+    for index, item in enumerate(task.source.items):
+        assert {drawn[index], drawn[index + 4]} == set(item.captions)
+    assert len({tuple(task._drawn(batch, seed)) for seed in range(8)}) > 1
+
+
+def test_what_is_missing_is_said_early(host, folder, tmp_path):
+    with pytest.raises(DtemError, match=r"no captions to train on.*--data"):
+        trained(host, folder, tmp_path / "a", data="")
+    bare = copy.deepcopy(host)
+    del bare.tokenizer
+    with pytest.raises(DtemError, match="no tokenizer"):
+        trained(bare, folder, tmp_path / "b")
