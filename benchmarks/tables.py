@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / page for page in ("README.md", "docs/benchmarks.md", "docs/training.md")]
+PAGES = [HERE.parent / page for page in ("README.md", "docs/benchmarks.md", "docs/training.md", "docs/captioning.md")]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
     "deit_small_patch16_224": "DeiT-S",
@@ -93,6 +93,33 @@ def training_step(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def captioning(rows: list[dict[str, Any]]) -> list[list[str]]:
+    metrics = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")
+    table = [
+        ["method", "r", *metrics, "loss", "CIDEr against ToMe", "loss against ToMe", "tokens", "GMACs", "captions/s"]
+    ]
+    for row in rows:
+        scores = [row[name] if isinstance(row[name], str) else f"{row[name]:.1f}" for name in metrics]
+        pair = row.get("against_tome")
+        gains = [_difference(pair["CIDEr"], 1), _difference(pair["loss"], 4)] if pair else ["", ""]
+        costs = [str(row["tokens"]), f"{row['gmacs']:.2f}", f"{row['captions_per_second']:.1f}"]
+        name = {"none": "none", "tome": "ToMe", "dtem": f"DTEM ({row['seeds']} seeds)"}[row["method"]]
+        table.append([name, str(row["r"]), *scores, f"{row['loss']:.4f}", *gains, *costs])
+    return table
+
+
+def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["model", "r", "batch", "beams", "tokens", "encoder", "decoder", "whole"]]
+    for row in rows:
+        parts = [_spread(row[part]["speedup"]) for part in ("encoder", "decoder", "whole")]
+        table.append([row["model"], *(str(row[key]) for key in ("r", "batch", "beams", "tokens")), *parts])
+    return table
+
+
+def _difference(found: dict[str, float], digits: int) -> str:
+    return "{value:+.{d}f} ({low:+.{d}f} … {high:+.{d}f})".format(**found, d=digits)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]] = {
     "speed": ("speed", speed),
     "speed-short": ("speed", speed_short),
@@ -102,6 +129,8 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]]
     "operations": ("operations", operations),
     "training-step": ("training_step", training_step),
     "memory": ("memory", memory),
+    "captioning": ("captioning", captioning),
+    "captioning-speed": ("captioning_speed", captioning_speed),
 }
 
 

@@ -15,7 +15,7 @@ import dtem
 transformers = pytest.importorskip("transformers")
 
 from adapters.gits import tiny_git  # noqa: E402
-from dtem.adapters.hf_git import encoding_once  # noqa: E402
+from dtem.adapters.hf_git import look, remembering  # noqa: E402
 from dtem.hosts.captioner import captioner  # noqa: E402
 
 pytestmark = pytest.mark.contract
@@ -173,17 +173,21 @@ def test_videos_hand_on_the_tokens_of_all_frames():
 
 
 @pytest.mark.parametrize("method", ["dtem", "ats"])
-def test_encoding_once_says_the_same_in_less(host, model, method):
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_was_seen_need_not_be_seen_again(host, model, method, beams):
     x, sizes = pictures(), []
-    handle = dtem.patch(model, method, R)
+    padded = torch.ones(2, 5, dtype=torch.long)
+    padded[1, :2] = 0
+    given = {"pixel_values": x, "num_beams": beams, "input_ids": prompt(), "attention_mask": padded, **NEW}
+    dtem.patch(model, method, R)
     for each in (host, model):
-        expected = each.generate(pixel_values=x, num_beams=3, **NEW)
+        expected = each.generate(**given)
         hook = each.git.image_encoder.vision_model.register_forward_hook(lambda m, a, out: sizes.append(len(out[0])))
-        with encoding_once(each, 3):
-            assert torch.equal(each.generate(pixel_values=x, num_beams=3, **NEW), expected)
+        with remembering(each, look(each, x)):
+            assert torch.equal(each.generate(**given), expected)
         hook.remove()
-    assert sizes == [2, 2]
-    handle.unpatch()
+        assert torch.equal(each.generate(**given), expected)
+    assert sizes == [2, 2], "each image is encoded once, not once per beam"
 
 
 def test_unpatching_restores_every_module(host, model):

@@ -79,6 +79,8 @@ HOSTS: dict[str, Host] = {
     "hf_deit": Host(hf("DeiTForImageClassificationWithTeacher"), doors=False),
     "hf_dinov2": Host(hf("Dinov2WithRegistersForImageClassification", mlp_ratio=2), doors=False),
     "hf_siglip": Host(hf("SiglipVisionModel"), doors=False),
+    "hf_clip": Host(hf("CLIPVisionModelWithProjection", projection_dim=5), doors=False),
+    "hf_git": Host(hf("GitVisionModel"), doors=False),
     "segmenter": Host(segmenter(), doors=False),
 }
 TIMM = [name for name, host in HOSTS.items() if host.doors]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import GitVisionModel
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -263,7 +264,9 @@ class Asked(nn.Module):
         for name in ("logits", "image_embeds", "pooler_output"):
             if getattr(out, name, None) is not None:
                 return getattr(out, name)
-        return out if isinstance(out, Tensor) else out.last_hidden_state[:, 0]
+        if isinstance(out, Tensor):
+            return out
+        return out.last_hidden_state.mean(dim=1) if isinstance(seeing, GitVisionModel) else out.last_hidden_state[:, 0]
 
 
 def _rebind(model: Any) -> None:

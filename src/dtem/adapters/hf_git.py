@@ -12,11 +12,12 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import GitForCausalLM, GitModel, GitVisionModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git.modeling_git import GitEncoder, GitSelfAttention
 
 from dtem.adapters.base import Merger
@@ -147,30 +148,42 @@ def _exchanges(forward: Callable[..., Any]) -> Callable[..., Any]:
     return exchanging
 
 
+class Seen(NamedTuple):
+    """What the vision encoder says of some images."""
+
+    features: Tensor
+    """(b, n, c)"""
+    handed: Handed | None
+    """What goes with them; None where nothing was merged."""
+
+
+def look(model: GitForCausalLM, images: Tensor) -> Seen:
+    """Encode images, for `remembering`."""
+    with _exchanging(None) as exchange:
+        features: Tensor = model.git.image_encoder(images).last_hidden_state
+        return Seen(features, exchange.handed)
+
+
 @contextlib.contextmanager
-def encoding_once(model: GitForCausalLM, times: int) -> Iterator[None]:
-    """Let `generate` with `times` beams encode each image once. (It repeats every image for its beams, one copy after
-    the other, before the model sees them.) Patched or not."""
+def remembering(model: GitForCausalLM, seen: Seen) -> Iterator[None]:
+    """Let `model.generate(pixel_values=images)` take `seen`, what `look` said of the images, instead of encoding them.
 
-    def one_of_each(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(part[::times] if isinstance(part, Tensor) else part for part in args), {
-            name: part[::times] if isinstance(part, Tensor) else part for name, part in kwargs.items()
-        }
+    `generate` itself would encode every image once per beam. For one thread at a time; patched or not.
+    """
 
-    def repeated(module: nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.repeat_interleave(times, dim=0)
+    def remembered(pixel_values: Tensor, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        times = len(pixel_values) // len(seen.features)
         exchange = _exchange.get()
-        if exchange is not None:
-            exchange.frames = [frame.repeat(times) for frame in exchange.frames]
-        return output
+        if exchange is not None and seen.handed is not None:
+            exchange.frames = [seen.handed.repeat(times)]
+        return BaseModelOutput(last_hidden_state=seen.features.repeat_interleave(times, dim=0))
 
     encoder = model.git.image_encoder
-    hooks = [encoder.register_forward_pre_hook(one_of_each, with_kwargs=True), encoder.register_forward_hook(repeated)]
+    encoder.forward = remembered
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        del encoder.forward
 
 
 class MergingGitForCausalLM(Merging, GitForCausalLM):

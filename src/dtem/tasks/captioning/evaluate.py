@@ -1,6 +1,5 @@
 """Captioners at work: writing captions, and judging given ones word by word."""
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,10 +55,9 @@ class Written:
 @torch.inference_mode()
 def write(model: Any, images: Tensor, style: Style) -> list[str]:
     """A caption for each image. `model` has its tokenizer (`loading.load`)."""
-    from dtem.adapters.hf_git import encoding_once
+    from dtem.adapters.hf_git import look, remembering
 
-    once = encoding_once(model, style.beams) if style.beams > 1 else contextlib.nullcontext()
-    with once:
+    with remembering(model, look(model, images)):
         ids = model.generate(
             pixel_values=images,
             num_beams=style.beams,
