@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / page for page in ("README.md", "docs/benchmarks.md", "docs/training.md", "docs/captioning.md")]
+TABLED = ("benchmarks", "training", "captioning", "segmentation")
+PAGES = [HERE.parent / "README.md", *(HERE.parent / "docs" / f"{page}.md" for page in TABLED)]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
     "deit_small_patch16_224": "DeiT-S",
@@ -116,6 +117,28 @@ def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["method", "ratio", "mIoU", "by seed", "against ToMe", "pixels", "GMACs", "im/s, one core"]]
+    for row in rows:
+        name = {"none": "none", "tome": "ToMe", "dtem": f"DTEM ({len(row['miou_by_seed'])} seeds)"}[row["method"]]
+        seeds = ", ".join(f"{miou:.2f}" for miou in row["miou_by_seed"]) if len(row["miou_by_seed"]) > 1 else ""
+        gain = _difference(row["against_tome"], 2) if "against_tome" in row else ""
+        speed = "" if row["images_per_cpu_second"] is None else f"{row['images_per_cpu_second']:.1f}"
+        scores = [f"{row['miou']:.2f}", seeds, gain, f"{row['pixel_accuracy']:.2f}"]
+        table.append([name, row["ratio"], *scores, f"{row['gmacs']:.2f}", speed])
+    return table
+
+
+def segmentation_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["image", "tokens", "batch", "ratio", "method", "unmerged", "merged", "MACs ratio", "speed-up"]]
+    for row in rows:
+        times = [f"{row[key]:.0f} ms" for key in ("unmerged_milliseconds", "milliseconds")]
+        size = f"{row['size']} × {row['size']}"
+        told = [size, str(row["tokens"]), str(row["batch"]), str(row["ratio"]), row["method"]]
+        table.append([*told, *times, f"{row['macs_ratio']:.2f}", _spread(row["speedup"])])
+    return table
+
+
 def _difference(found: dict[str, float], digits: int) -> str:
     return "{value:+.{d}f} ({low:+.{d}f} … {high:+.{d}f})".format(**found, d=digits)
 
@@ -131,6 +154,8 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]]
     "memory": ("memory", memory),
     "captioning": ("captioning", captioning),
     "captioning-speed": ("captioning_speed", captioning_speed),
+    "segmentation": ("segmentation_proof", segmentation),
+    "segmentation-speed": ("segmentation_speed", segmentation_speed),
 }
 
 

@@ -16,6 +16,7 @@ import dtem.hosts
 from dtem import adapters, methods
 from dtem.hosts.segmenter import MaskDecoder, Segmenter
 from dtem.methods import METHODS
+from dtem.types import HostSpec
 
 DEPTH = 4
 R = 9
@@ -99,8 +100,8 @@ EVERY_BLOCK: dict[str, Callable[[int], dict[str, object]]] = {
 FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 """Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
 
-LIBRARIES = ("hf_dinov2", "hf_siglip")
-"""Hosts of other libraries for such clauses, where the adapter has a part in them."""
+LIBRARIES = ("hf_dinov2", "hf_siglip", "segmenter")
+"""Hosts of other libraries, and our own, for such clauses, where the adapter has a part in them."""
 
 EVERYWHERE = ("dtem", "tome")
 """Methods that go through the suite on every host; all others, built on the same seam, on FEW hosts."""
@@ -144,10 +145,28 @@ def built(method: str) -> methods.Method:
 
 
 @functools.cache
+def form(name: str, method: str) -> type[methods.Method]:
+    """The method as this host gets it: where every patch must be there at the end, in its dense form."""
+    return methods.find(method, dense=True) if described(name).dense else type(built(method))
+
+
+@functools.cache
+def described(name: str) -> HostSpec:
+    return adapters.find(_template(name)).describe(_template(name))
+
+
+def records(handle: dtem.Handle) -> list[int]:
+    """Tokens that each record of a trace holds: one for every block, or for every component that starts afresh."""
+    if not handle.method.afresh:
+        return list(handle.tokens)
+    return [handle.host.prefix + handle.host.patches - r for r in handle.plan for _ in ("attention", "mlp")]
+
+
+@functools.cache
 def provided(name: str) -> frozenset[str]:
     """What the host and its adapter provide."""
     adapter = adapters.find(_template(name))
-    return adapter.provides | adapter.describe(_template(name)).provides
+    return adapter.provides | described(name).provides
 
 
 def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str, str]]:
@@ -156,7 +175,7 @@ def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str,
         (name, method)
         for name in names
         for method in ([*METHODS, *VARIANTS] if name in FEW else EVERYWHERE)
-        if (built(method).needs <= provided(name)) == fitting
+        if (form(name, method).needs <= provided(name)) == fitting
     ]
 
 

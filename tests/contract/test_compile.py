@@ -13,7 +13,13 @@ from dtem.methods import METHODS
 pytestmark = pytest.mark.contract
 
 STEERED = "mae-dtem-steered"
-CASES = [*(f"distilled-{method}" for method in [*METHODS, *VARIANTS]), STEERED, "siglip-dtem", "hf_dinov2-dtem"]
+CASES = [
+    *(f"distilled-{method}" for method in [*METHODS, *VARIANTS]),
+    STEERED,
+    "siglip-dtem",
+    "hf_dinov2-dtem",
+    "segmenter-dtem",
+]
 
 
 @pytest.fixture(scope="module")

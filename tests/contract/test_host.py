@@ -10,8 +10,8 @@ from contract.hosts import (
     R,
     alike,
     ask,
-    built,
     every,
+    form,
     fresh,
     gradients,
     images,
@@ -109,14 +109,14 @@ def test_r_can_be_set_at_any_time(name, method):
 def test_a_method_that_needs_more_than_the_host_provides_is_refused(name, method, monkeypatch):
     model = fresh(name)
     family = adapters.find(model).family
-    cls = type(built(method))
+    cls = form(name, method)
     monkeypatch.setattr(cls, "needs", frozenset({"input", "moonlight"}))
     _refused(model, method, f"{cls.name}.*moonlight.*{family}")
 
 
 @pytest.mark.parametrize(("name", "method"), pairs(fitting=False))
 def test_a_method_and_a_host_that_do_not_go_together(name, method):
-    cls = type(built(method))
+    cls = form(name, method)
     lacking = cls.needs - provided(name)
     assert lacking
     _refused(fresh(name), method, ".*".join([cls.name, *sorted(lacking), adapters.find(fresh(name)).family]))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dtem
-from contract.hosts import DEPTH, FEW, HOSTS, LIBRARIES, R, ask, every, gradients, images, patched
+from contract.hosts import FEW, HOSTS, LIBRARIES, R, ask, every, gradients, images, patched, records
 
 pytestmark = pytest.mark.contract
 
@@ -132,7 +132,7 @@ def test_threads_share_one_model(name, method):
     for expected, got in zip(serial, at_once, strict=True):
         for (out, sources, sizes), (out2, sources2, sizes2) in zip(expected, got, strict=True):
             torch.testing.assert_close(out2, out, rtol=1e-5, atol=1e-6)
-            assert len(sources2) == len(sizes2) == DEPTH
+            assert len(sources2) == len(sizes2) == len(records(handle))
             assert all(map(torch.equal, sources, sources2))
             assert all(map(torch.equal, sizes, sizes2))
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from contract.hosts import DEPTH, HOSTS, TIMM, R, ask, every, fresh, gradients, images, patched
+from contract.hosts import DEPTH, HOSTS, TIMM, R, ask, every, fresh, gradients, images, patched, records
 from dtem import schedule
 
 pytestmark = pytest.mark.contract
@@ -17,18 +17,22 @@ def trace_of(handle, x):
     return trace
 
 
+def restored(handle):
+    """Whether the last record of a trace holds every token again."""
+    return handle.method.restores and not handle.method.afresh
+
+
 @every(whole=True)
 def test_sizes_sum_to_the_tokens_at_the_start(name, method):
     _, handle = patched(name, method)
     trace = trace_of(handle, images(name))
     start = handle.host.prefix + handle.host.patches
-    assert len(trace.sizes) == DEPTH
-    for size, count in zip(trace.sizes, handle.tokens, strict=True):
+    for size, count in zip(trace.sizes, records(handle), strict=True):
         assert size.shape == (2, count)
         assert torch.equal(size.sum(dim=1), torch.full((2,), float(start)))
         assert torch.equal(size, size.round())
         assert size.min() >= 1
-    assert (trace.sizes[-1].max() > 1) != handle.method.restores
+    assert (trace.sizes[-1].max() > 1) != restored(handle)
 
 
 @every(soft=True, whole=True)
@@ -37,7 +41,7 @@ def test_soft_sizes_sum_to_the_tokens_at_the_start(name, method):
     handle.mode = "soft"
     trace = trace_of(handle, images(name))
     start = handle.host.prefix + handle.host.patches
-    assert len(trace.sizes) == DEPTH
+    assert len(trace.sizes) == len(records(handle))
     for size in trace.sizes:
         torch.testing.assert_close(size.sum(dim=1), torch.full((2,), float(start)), rtol=1e-5, atol=0)
         assert size.min() >= 0
@@ -49,7 +53,7 @@ def test_sources_map_every_patch_to_a_token_of_the_right_size(name, method):
     _, handle = patched(name, method)
     prefix, patches = handle.host.prefix, handle.host.patches
     trace = trace_of(handle, images(name, batch=3))
-    assert len(trace.sources) == DEPTH
+    assert len(trace.sources) == len(records(handle))
     for source, size in zip(trace.sources, trace.sizes, strict=True):
         assert source.shape == (3, patches)
         assert source.max() < size.shape[1]
@@ -65,7 +69,7 @@ def test_sources_map_every_patch_to_a_token_of_the_right_size(name, method):
     for earlier, later in itertools.pairwise(trace.sources):
         assert (later[earlier < 0] < 0).all(), "what was dropped stays dropped"
     same = torch.equal(trace.sources[-1][0], trace.sources[-1][1])
-    assert same == handle.method.restores, "every image merges in its own way, unless all tokens come back"
+    assert same == restored(handle), "every image merges in its own way, unless all tokens come back"
 
 
 @every()

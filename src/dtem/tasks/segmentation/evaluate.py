@@ -77,8 +77,10 @@ class Kept:
         self.folder = folder
         self.about = about
         self.found = {name: part for name in contenders if (part := self._load(name)) is not None}
-        if self.found and len({tuple(self.found[n].names) if n in self.found else None for n in contenders}) > 1:
-            self.found = {}  # some are there, some not, or written at different times: begin anew
+        shared = min((part.names for part in self.found.values()), key=len, default=[])
+        if len(self.found) < len(contenders) or any(p.names[: len(shared)] != shared for p in self.found.values()):
+            self.found = {}  # one of them has not begun, or saw other images: begin anew
+        self.found = {name: part.first(len(shared)) for name, part in self.found.items()}
 
     def _load(self, name: str) -> Areas | None:
         from safetensors import safe_open

@@ -71,6 +71,10 @@ class Areas:
         truth = self.truth.sum(0)
         return 100 * (self.hit.sum(0)[truth > 0] / truth[truth > 0]).mean().item()
 
+    def first(self, images: int) -> "Areas":
+        """Of the first so many images."""
+        return Areas(self.names[:images], self.hit[:images], self.said[:images], self.truth[:images])
+
     def save(self, path: str | Path, about: str = "") -> None:
         """Write a safetensors file; `about` says what this is an evaluation of."""
         header = json.dumps({"format": FORMAT, "names": self.names})
