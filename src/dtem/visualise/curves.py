@@ -105,12 +105,10 @@ def _figure(
                 color="0.3",
             )
     for name, point in now.items():
-        place = (point.gflops, point.accuracy)
-        ring = {"marker": "o", "s": 130, "facecolors": "none", "edgecolors": "#d62728", "linewidths": 2, "zorder": 3}
-        axes.scatter(*place, **ring)
+        place, red = (point.gflops, point.accuracy), "#d62728"
+        axes.scatter(*place, marker="o", s=130, facecolors="none", edgecolors=red, linewidths=2, zorder=3)
         shift = (8, 8) if list(lines).index(name) % 2 else (8, -14)
-        text = {"textcoords": "offset points", "fontsize": 8, "color": "#d62728", "weight": "bold"}
-        axes.annotate(point.label, place, xytext=shift, **text)
+        axes.annotate(point.label, place, xytext=shift, textcoords="offset points", fontsize=8, color=red)
     axes.margins(0.08, 0.12)
     axes.set(xlabel=axis[0], ylabel=axis[1], title=title)
     axes.grid(alpha=0.3)

@@ -25,7 +25,7 @@ PIXELS = 50_000_000
 
 def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
     """The image of a file, of its content, of an array (h, w) or (h, w, 3) of bytes, or the image itself; upright."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     name = "the image"
     if isinstance(source, str | os.PathLike):
@@ -51,7 +51,7 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
     except DtemError:
         raise
     except Exception as error:  # Pillow raises errors of every kind on damaged files
-        reason = "no image file that can be read" if isinstance(error, Image.UnidentifiedImageError) else "damaged"
+        reason = "no image file that can be read" if isinstance(error, UnidentifiedImageError) else "damaged"
         raise DtemError(f"{name} is {reason}; give a PNG, JPEG or WebP image") from error
     return upright
 
