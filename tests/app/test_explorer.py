@@ -104,7 +104,7 @@ def test_cards_say_what_was_found(explorer: Explorer) -> None:
     assert re.findall(r'data-method="(\w+)"', cards) == [UNMERGED, "tome", "dtem"]
     assert cards.count("data:image/png;base64,") == 3
     assert cards.count('class="dtem-bar"') == 15
-    assert "<dt>groups after block 2</dt><dd>54</dd>" in cards
+    assert "<dt>groups, block 2</dt><dd>54</dd>" in cards
     assert "merges exactly as tome does" in cards
     assert "<svg" in curve
     assert "This image alone" in curve

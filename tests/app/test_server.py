@@ -68,7 +68,7 @@ def test_fifty_requests_at_once_are_all_answered(url: str, bad: Path) -> None:
     jobs = [client.submit(*one, api_name="/explore") for one in asked + wrong + wrong]
     answers = [job.result(timeout=PATIENCE)[0] for job in jobs]
     for (*_, r, block), cards in zip(asked, answers, strict=False):
-        assert f"<dt>groups after block {block}</dt><dd>{64 - r * block}</dd>" in cards
+        assert f"<dt>groups, block {block}</dt><dd>{64 - r * block}</dd>" in cards
     assert all('role="alert"' in cards for cards in answers[44:])
     assert "dtem-card" in client.predict(*asked[0], api_name="/explore")[0]
     client.close()
@@ -150,7 +150,7 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
     second = picture(browser, "tome")
     assert second != first
     browser.find_element(By.CSS_SELECTOR, "#block input[type=range]").send_keys(Keys.ARROW_LEFT)
-    until(lambda _: "groups after block 5" in text(browser, "#cards [data-method=tome]"))
+    until(lambda _: "groups, block 5" in text(browser, "#cards [data-method=tome]"))
     assert picture(browser, "tome") != second
 
     # A file that is no image gets a message; the page goes on.

@@ -57,8 +57,11 @@ class Cost:
 
     gflops: float
     milliseconds: float
+    """Of one image."""
+    base: float
+    """Milliseconds of the unmerged model, which it took turns with."""
     speedup: float
-    """Against the unmerged model, in turns with it, batch 1."""
+    """Against that, turn by turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +206,9 @@ class Explorer:
             handle.r = r
             merged = handle.model
         batch = torch.zeros(1, *spec.image)
-        timing = throughput.compare({UNMERGED: model.host, method: merged}, batch, ROUNDS, 1)[method]
-        cost = Cost(self._count(model, method, r), 1000 * timing.seconds, timing.speedup.median)
+        timings = throughput.compare({UNMERGED: model.host, method: merged}, batch, ROUNDS, 1)
+        own, base = timings[method], timings[UNMERGED]
+        cost = Cost(self._count(model, method, r), 1000 * own.seconds, 1000 * base.seconds, own.speedup.median)
         self._costs[key] = cost
         return cost
 

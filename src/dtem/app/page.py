@@ -19,13 +19,14 @@ STYLE = """
 .dtem-card img { width: 100%; display: block; border-radius: 4px; margin: 0; }
 .dtem-card img.square { image-rendering: pixelated; }
 .dtem-facts { display: grid; grid-template-columns: 1fr auto; gap: 2px 10px; margin: 10px 0; font-size: 0.9rem; }
-.dtem-facts dt { opacity: 0.8; } .dtem-facts dd { margin: 0; text-align: right;
+.dtem-facts dt { opacity: 0.8; } .dtem-facts dd { margin: 0; text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 .dtem-bar { position: relative; font-size: 0.85rem; padding: 2px 6px; margin: 2px 0; border-radius: 3px;
   display: flex; justify-content: space-between; gap: 8px; background: var(--background-fill-secondary); }
 .dtem-bar::before { content: ""; position: absolute; inset: 0 auto 0 0; width: var(--part); border-radius: 3px;
   background: var(--color-accent); opacity: 0.28; }
 .dtem-bar span { position: relative; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.dtem-bar span:last-child { flex-shrink: 0; }
 .dtem-message { border: 1px solid #d97706; border-left-width: 5px; border-radius: 8px; padding: 12px 14px; }
 .dtem-plot { background: #fff; border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 8px;
   max-width: 640px; }
@@ -33,10 +34,11 @@ STYLE = """
 .dtem-note { opacity: 0.8; font-size: 0.85rem; margin: 6px 0; }
 @media (max-width: 640px) {
   .dtem-cards { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; }
-  .dtem-card { padding: 8px; } .dtem-facts, .dtem-bar { font-size: 0.78rem; } .dtem-facts { gap: 1px 4px; }
-  .dtem-card:first-child { grid-column: 1 / -1; display: grid; grid-template-columns: 45% 1fr; gap: 0 10px; }
+  .dtem-card { padding: 8px; } .dtem-facts, .dtem-bar { font-size: 0.75rem; } .dtem-facts { gap: 1px 4px; }
+  .dtem-card:first-child { grid-column: 1 / -1; display: grid; grid-template-columns: 42% minmax(0, 1fr); gap: 0 10px; }
   .dtem-card:first-child h3 { grid-column: 1 / -1; } .dtem-card:first-child img { grid-row: span 7; }
   .dtem-card:first-child .dtem-facts { margin: 0 0 6px; }
+  .dtem-plot { overflow-x: auto; padding: 0; } .dtem-plot svg { width: 480px; }
 }
 #examples .grid-wrap, #examples .gallery-container { height: auto !important; min-height: 0 !important; }
 #examples .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; padding-top: 30px; }
@@ -52,7 +54,7 @@ def cards(result: Result, block: int) -> str:
     for name, view in shown.views.items():
         facts = [
             ("tokens at the end", str(view.tokens[-1])),
-            (f"groups after block {block}", str(view.groups(block - 1))),
+            (f"groups, block {block}", str(view.groups(block - 1))),
             *_allocation(result, name, block),
         ]
         picture = groups.data_uri(shown.groups(name, block - 1))
@@ -134,7 +136,7 @@ def _card(
         ("latency", f"{cost.milliseconds:.1f} ms"),
     ]
     if name != UNMERGED:
-        facts.append(("against unmerged", f"{cost.speedup:.2f} ×"))
+        facts += [("unmerged, in turn", f"{cost.base:.1f} ms"), ("speed-up", f"{cost.speedup:.2f} ×")]
     listed = "".join(f"<dt>{escape(fact)}</dt><dd>{escape(value)}</dd>" for fact, value in facts)
     said = f"{name}, groups after block {block}" if block else "the image as the model gets it"
     square = ' class="square"' if model.examples and model.examples[0].width < 64 else ""
