@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     if args.int8 and args.format != "onnx":
         raise DtemError(f"--int8 goes with --format onnx, not with {args.format}")
     host = common.build(args)
-    preparation = prepared(host)
     handle = common.patch(args, host)
     handle.r = specs[0]
+    preparation = prepared(handle)
     batches = list(images(args, handle, preparation))
     notes = {name: json.dumps(preparation[name]) for name in ("mean", "std", "interpolation", "crop_pct")}
     notes["schedule"] = str(handle.merger.schedule)
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepared(host: "nn.Module") -> dict[str, Any]:
+def prepared(handle: "Handle") -> dict[str, Any]:
     """How images are made ready for this host, as timm knows it."""
     from timm.data.config import resolve_data_config
 
-    return dict(resolve_data_config(model=host))  # type: ignore[no-untyped-call]
+    return dict(resolve_data_config({"input_size": handle.host.image}, model=handle.model))  # type: ignore[no-untyped-call]
 
 
 def images(
@@ -126,7 +126,7 @@ def images(
         wanted = CHECKED
     if wanted is not None:
         source = evaluate.sample(source, wanted)
-    transform = data.eval_transform({**preparation, "input_size": handle.host.image})
+    transform = data.eval_transform(preparation)
     loader = data.Loader(source, transform, CHECKED)
     left = wanted
     for batch in loader.epoch(0):

@@ -16,7 +16,9 @@ OPSET = 18
 
 def table() -> dict[Any, Callable[..., Any]]:
     """Translations by torch operator, for `torch.onnx.export`."""
-    from onnxscript import opset18 as op
+    import onnxscript
+
+    op: Any = onnxscript.opset18
 
     def sort(self: Any, stable: bool = False, dim: int = -1, descending: bool = False) -> Any:
         """A stable sort is TopK of everything: ONNX, too, gives ties to the lower index."""

@@ -29,7 +29,7 @@ from dtem.types import DtemError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Augmentation", "Batch", "Loader", "eval_transform", "mix", "mixup_of", "train_transform"]
+__all__ = ["Augmentation", "Batch", "Loader", "eval_transform", "mix", "mixup_of", "none_left", "train_transform"]
 
 PATIENCE = 100  # unreadable images in a row, after which it is not the images' fault
 
@@ -133,7 +133,7 @@ class Loader:
                 yielded += 1
                 yield Batch(part.images, torch.tensor(part.labels, dtype=torch.int64), part.names)
         if bad and not yielded:
-            raise DtemError(_none_left(self.source, bad))
+            raise DtemError(none_left(self.source, bad))
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         assert self.source.length is not None
@@ -228,7 +228,7 @@ class _Reader:
         kept = [sample for sample in samples if sample is not None]
         if self.replace:
             if not kept:
-                return _Part(None, [], [], bad, _none_left(self.source, bad))
+                return _Part(None, [], [], bad, none_left(self.source, bad))
             kept = [_next(samples, index) for index in range(len(samples))]
         if not kept:
             return _Part(None, [], [], bad)
@@ -276,7 +276,8 @@ def _misfit(name: str, label: int, classes: int | None) -> str | None:
     return f"{name} has label {label}, but the head has {classes} classes (0 to {classes - 1}); give data that fits it"
 
 
-def _none_left(source: Source, bad: dict[str, str]) -> str:
+def none_left(source: Source, bad: dict[str, str]) -> str:
+    """The message where not one image can be read."""
     name, reason = next(iter(bad.items()))
     return f"{source.spec}: tried {len(bad)} images and could read none of them; the first, {name}: {reason}"
 

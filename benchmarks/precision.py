@@ -1,0 +1,129 @@
+"""What half precision changes: logits against float32, and which tokens are merged.
+
+Block by block, both models see the same tokens: the half one is made to merge what float32 merges, and asked what it
+would have merged. Where that differs, the gap says by how much float32 prefers its own choice (in cosine): a near tie
+has a gap of rounding size. Logits are compared with every model merging as it likes.
+
+python benchmarks/precision.py --weights deit_tiny.safetensors --data imagenet/val --images 64
+"""
+
+import argparse
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from dtem import ops
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Choice:
+    """What one block was asked, and what it answered."""
+
+    metric: Tensor
+    prefix: int
+    matching: ops.Matching
+
+
+@contextlib.contextmanager
+def watched(force: list[Choice] | None = None) -> Iterator[list[Choice]]:
+    """Note every matching; with `force`, the model goes on with those instead."""
+    real: Callable[..., ops.Matching] = ops.match
+    seen: list[Choice] = []
+
+    def match(metric: Tensor, r: int, prefix: int = 0) -> ops.Matching:
+        seen.append(Choice(metric, prefix, real(metric, r, prefix)))
+        return seen[-1].matching if force is None else force[len(seen) - 1].matching
+
+    with mock.patch.object(ops, "match", match):
+        yield seen
+
+
+def compare(exact: Choice, half: Choice) -> tuple[int, int, float]:
+    """Merged tokens that are the same (token and partner), of how many, and the largest gap of those that are not."""
+    prefix = exact.prefix
+    first, second = prefix + prefix % 2, prefix + 1 - prefix % 2
+    z = torch.nn.functional.normalize(exact.metric.double(), dim=-1)
+    similarity = z[:, first::2] @ z[:, second::2].mT
+    same = total = 0
+    gap = 0.0
+    for image, table in enumerate(similarity):
+        ours, theirs = (_edges(choice, image, first, second) for choice in (exact, half))
+        same += len(ours.items() & theirs.items())
+        total += len(ours)
+        weakest = min((float(table[a, b]) for a, b in ours.items()), default=0.0)
+        for a, b in theirs.items() - ours.items():
+            # By how much float32 finds this edge weaker than what it took itself.
+            gap = max(gap, (float(table[a, ours[a]]) if a in ours else weakest) - float(table[a, b]))
+    return same, total, gap
+
+
+def _edges(choice: Choice, image: int, first: int, second: int) -> dict[int, int]:
+    """Places on side A that merge, with the places on side B that they join."""
+    kept = choice.matching.kept[image].tolist()
+    merged, into = choice.matching.merged[image].tolist(), choice.matching.into[image].tolist()
+    return {(a - first) // 2: (kept[b] - second) // 2 for a, b in zip(merged, into, strict=True)}
+
+
+@torch.no_grad()
+def probe(model: nn.Module, images: Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """Half precision against float32, for a patched model."""
+    half = copy.deepcopy(model).to(dtype)
+    with watched() as exact:
+        expected = model(images)
+    with watched(force=exact) as asked:
+        half(images.to(dtype))
+    counts = [compare(*pair) for pair in zip(exact, asked, strict=True)]
+    logits = half(images.to(dtype)).float()
+    difference = (logits - expected).abs().amax(dim=1)
+    return {
+        "images": len(images),
+        "merged_the_same": sum(same for same, _, _ in counts) / sum(total for _, total, _ in counts),
+        "largest_gap": max(gap for _, _, gap in counts),
+        "typical_difference": float(difference.median()),
+        "largest_difference": float(difference.max()),
+        "logit_range": float(expected.max() - expected.min()),
+        "same_class": int((logits.argmax(dim=1) == expected.argmax(dim=1)).sum()),
+    }
+
+
+def main() -> None:
+    import common
+    import timm
+    from safetensors.torch import load_file
+
+    import dtem
+    from dtem.tasks.classification import data, evaluate, sources
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="deit_tiny_patch16_224")
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--adapter", default="deit_tiny_patch16_224")
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--r", default="13")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    host = timm.create_model(args.model).eval()
+    host.load_state_dict(load_file(args.weights))
+    transform = data.eval_transform(timm.data.resolve_data_config({}, model=host))
+    source = evaluate.sample(sources.open_source(args.data), args.images)
+    images = torch.cat([batch.images for batch in data.Loader(source, transform, 64).epoch(0)])
+    handle = dtem.from_pretrained(args.adapter, host, r=0)
+    rows = []
+    for r in map(int, args.r.split(",")):
+        handle.r = r
+        for name, dtype in DTYPES.items():
+            rows.append({"model": args.model, "r": r, "dtype": name, **probe(host, images, dtype)})
+            print(rows[-1], flush=True)
+    common.keep("precision", rows, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`dtem predict` on a tiny random model and generated images: what is kept, what resumes, what is refused."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import dtem
+from dtem.cli import main
+from dtem.tasks.classification import predict as predicting
+from dtem.tasks.classification import sources
+from dtem.tasks.classification.predict import Parts, Share
+from dtem.types import DtemError
+
+parquet = pytest.importorskip("pyarrow.parquet", reason='needs pip install "dtem[predict]"')
+
+MODEL = "deit_tiny_patch16_224"
+CLASSES = 4
+COUNT = 7
+
+
+def host() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(MODEL, img_size=32, num_classes=CLASSES)
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights, names of classes, and seven photographs of noise, one of them cut off."""
+    root = tmp_path_factory.mktemp("predict")
+    save_file(host().state_dict(), root / "w.safetensors")
+    (root / "labels.txt").write_text("cat\ndog\nowl\nbee\n")
+    (root / "images").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for number in range(COUNT):
+        noise = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
+        Image.fromarray(noise).save(root / "images" / f"{number}.png")
+    whole = (root / "images" / "3.png").read_bytes()
+    (root / "images" / "3.png").write_bytes(whole[: len(whole) // 2])
+    return root
+
+
+def command(folder: Path, out: Path, data: str | None = None, *more: str) -> list[str]:
+    given = ["--weights", f"{folder}/w.safetensors", "--classes", str(CLASSES), "--img-size", "32"]
+    given += ["--labels", f"{folder}/labels.txt", "--r", "1", "--batch", "2", "--top", "3"]
+    return ["predict", data or f"{folder}/images", "--model", MODEL, "--out", str(out), *given, *more]
+
+
+def expected(folder: Path, name: str) -> torch.Tensor:
+    """The probabilities, by hand: no loader, no command."""
+    from timm.data import create_transform, resolve_data_config
+
+    model = host()
+    dtem.patch(model, r=1)
+    transform = create_transform(**resolve_data_config({"input_size": (3, 32, 32)}, model=model))
+    with torch.no_grad():
+        return model(transform(Image.open(folder / "images" / name).convert("RGB"))[None]).softmax(dim=1)[0]
+
+
+def test_every_image_has_its_classes(folder: Path, tmp_path, capsys) -> None:
+    assert main([*command(folder, tmp_path / "p.parquet"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["images"] == COUNT
+    assert list(document["unreadable"]) == ["3.png"]
+    rows = parquet.read_table(tmp_path / "p.parquet").to_pylist()
+    assert [row["name"] for row in rows] == [f"{number}.png" for number in range(COUNT)]
+    assert [row["position"] for row in rows] == list(range(COUNT))
+    assert rows[3]["class"] is None
+    assert "truncated" in rows[3]["error"]
+    for row in rows[:3] + rows[4:]:
+        wanted = expected(folder, row["name"]).topk(3)
+        assert row["classes"] == wanted.indices.tolist()
+        assert row["probabilities"] == pytest.approx(wanted.values.tolist(), abs=1e-5)
+        assert row["class"] == row["classes"][0]
+        assert row["class_name"] == ["cat", "dog", "owl", "bee"][row["class"]]
+        assert row["error"] is None
+        assert row["label"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
+
+
+def test_an_interrupted_run_goes_on(folder: Path, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(command(folder, tmp_path / "whole.parquet")) == 0
+    out = tmp_path / "p.parquet"
+    monkeypatch.setattr(predicting.predict, "__kwdefaults__", {**predicting.predict.__kwdefaults__, "seconds": 0.0})
+    real, calls = Parts.write, []
+
+    def killed(self, rows):
+        real(self, rows)
+        calls.append(len(rows))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parts, "write", killed)
+    assert main(command(folder, out)) == 130
+    assert not out.exists()
+    assert calls == [2, 2]  # two batches, of which the second had the bad image in it
+    monkeypatch.setattr(Parts, "write", real)
+    capsys.readouterr()
+    assert main([*command(folder, out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_after"] == 4
+    assert parquet.read_table(out).to_pylist() == parquet.read_table(tmp_path / "whole.parquet").to_pylist()
+    assert main(command(folder, out)) == 0  # nothing is left to do
+    assert f"{COUNT} of them were done before" in capsys.readouterr().out
+
+
+def test_another_run_is_refused(folder: Path, tmp_path, capsys) -> None:
+    out = tmp_path / "p.parquet"
+    assert main(command(folder, out)) == 0
+    assert main([*command(folder, out), "--r", "0"]) == 2
+    assert "differs in r" in capsys.readouterr().err
+    (tmp_path / "text.parquet").write_text("hello")
+    assert main(command(folder, tmp_path / "text.parquet")) == 2
+    assert "no table of predictions" in capsys.readouterr().err
+
+
+def test_shards_and_their_labels(folder: Path, tmp_path) -> None:
+    with tarfile.open(tmp_path / "a-0.tar", "w") as shard:
+        for number in (0, 3, 5):
+            image = (folder / "images" / f"{number}.png").read_bytes()
+            for name, content in ((f"{number}.png", image), (f"{number}.cls", b"2")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                shard.addfile(member, io.BytesIO(content))
+    assert main(command(folder, tmp_path / "p.parquet", f"wds:{tmp_path}/a-{{0..0}}.tar")) == 0
+    rows = parquet.read_table(tmp_path / "p.parquet").to_pylist()
+    assert [(row["position"], row["name"], row["label"]) for row in rows if row["error"] is None] == [
+        (0, "0.png", 2),
+        (2, "5.png", 2),
+    ]
+    assert rows[1]["name"] == "3.png"
+    assert rows[0]["classes"] == expected(folder, "0.png").topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_shares_are_the_whole_without_overlap(folder: Path, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sources.open_source(f"{folder}/images")
+    if streamed:
+        records = [source.read(index) for index in range(COUNT)]
+        source.length = None
+        monkeypatch.setattr(source, "stream", lambda seed, epoch: iter(records), raising=False)
+    found = []
+    for rank in range(3):
+        share = Share(source, {0, 5}, rank, 3)
+        own = share.stream(None, 0) if streamed else (share.read(index) for index in range(share.length))
+        found += [record.name for record in own]
+    assert sorted(found) == [f"{number}\t{number}.png" for number in (1, 2, 3, 4, 6)]
+
+
+def test_images_that_are_all_bad_are_listed(folder: Path, tmp_path, capsys) -> None:
+    (tmp_path / "bad").mkdir()
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / "bad" / name).write_bytes(b"no image")
+    assert main(command(folder, tmp_path / "p.parquet", f"{tmp_path}/bad")) == 0
+    assert "2 could not be read" in capsys.readouterr().out
+    assert parquet.read_table(tmp_path / "p.parquet").num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [(["--top", "0"], "--top 0"), (["--r", "1,2"], "give one r"), (["--labels", "nowhere"], "cannot be read")],
+)
+def test_mistakes(folder: Path, tmp_path, capsys, more: list[str], says: str) -> None:
+    assert main([*command(folder, tmp_path / "p.parquet"), *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_damaged_part_is_named(folder: Path, tmp_path) -> None:
+    parts = Parts(tmp_path / "p.parquet", {"r": "1"})
+    (parts.folder / "0000-1-000001.parquet").write_bytes(b"half")
+    with pytest.raises(DtemError, match=r"0000-1-000001.parquet is damaged"):
+        Parts(tmp_path / "p.parquet", {"r": "1"})
