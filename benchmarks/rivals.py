@@ -3,11 +3,13 @@
 python benchmarks/rivals.py --data DIR --weights FILE --gflops 0.65,0.81             all of it: hours on two cores
 python benchmarks/rivals.py --data DIR --weights FILE --plan                         what is left, and how long it takes
 python benchmarks/rivals.py --data DIR --weights FILE --methods evit --only-train    one method's trainings
+python benchmarks/rivals.py --data DIR --weights FILE --done                         judge what is trained so far
 
 DIR holds train, extra (learned from) and val (judged on; class folders). Every training has the same number of updates
 of the same images in the same order, with labels and the unmerged model as teacher. What learns is the host (rivals
 that are fine-tuned) or the method's own parts beside a frozen host; the table says which. Learning rates: three for
-each kind, judged by a short run on photographs of train that this run leaves out; never on val. Embeddings are trained
+each kind, judged by a short run on photographs of train that this run leaves out; never on val (with
+--search-updates 0 the middle one, unsearched). Embeddings are trained
 once, at the smallest budget, and serve all; every other method is trained once per budget, at the plan that it is
 judged at.
 
@@ -48,7 +50,7 @@ LEARNING_RATES = {"host": (2e-6, 1e-5, 5e-5), "parts": (2e-4, 1e-3, 5e-3), "rate
 """Around what is usual for each: fine-tuning, the preset `few`, DiffRate's publication. A factor of five apart."""
 HELD = 8
 """One of so many photographs of train is held out in the search."""
-TIMED = 3
+TIMED = 2
 """Updates that an estimate is made from."""
 
 
@@ -64,19 +66,20 @@ class Rival(NamedTuple):
 
 RIVALS = {
     "tome": Rival("host"),
+    "dtem": Rival("parts", once=True),
     "evit": Rival("host", settings={"ramp": 1 / 3}),
-    "evo_vit": Rival("host"),
-    "bat": Rival("host"),
-    "etps": Rival("host"),
-    "token_pooling": Rival("host"),
     "dynamicvit": Rival("parts"),
-    "dtps": Rival("parts"),
-    "patch_merger": Rival("parts"),
     "diffrate": Rival("rates"),
     "tome_gumbel": Rival("parts", once=True),
     "dtem_no_prop": Rival("parts", once=True),
-    "dtem": Rival("parts", once=True),
+    "patch_merger": Rival("parts"),
+    "etps": Rival("host"),
+    "bat": Rival("host"),
+    "dtps": Rival("parts"),
+    "evo_vit": Rival("host"),
+    "token_pooling": Rival("host"),
 }
+"""In the order in which they are trained: if time runs out, what says most is there."""
 
 
 def main() -> None:
@@ -86,6 +89,8 @@ def main() -> None:
     if args.plan:
         plan(args)
         return
+    if args.done:
+        args.methods = [name for name in args.methods if finished(args, name)]
     for name in args.methods:
         for budget in budgets_of(args, name):
             trained(args, name, budget)
@@ -106,6 +111,7 @@ def parse() -> argparse.Namespace:
     add("--methods", default=",".join(RIVALS), help="those to train, with commas; default: all")
     add("--only-train", action="store_true", help="train what is missing and stop there")
     add("--plan", action="store_true", help="time a few updates of each method, print what is left to do, and stop")
+    add("--done", action="store_true", help="train nothing: judge the methods whose trainings are finished")
     add("--limit", type=int, help="judge on so many images only (to try things out)")
     add("--rounds", type=int, default=10, help="timed rounds")
     add("--work", type=Path, default=Path("runs/rivals"))
@@ -139,6 +145,11 @@ def deal(data: Path, images: Path) -> None:
 def budgets_of(args: argparse.Namespace, name: str) -> list[float]:
     """The budgets that a method is trained at."""
     return [min(args.budgets)] if RIVALS[name].once else args.budgets
+
+
+def finished(args: argparse.Namespace, name: str) -> bool:
+    """Whether a method has nothing left to train."""
+    return not any(left(folder_of(args, name, budget), args.updates) for budget in budgets_of(args, name))
 
 
 def folder_of(args: argparse.Namespace, name: str, budget: float) -> Path:
@@ -182,7 +193,10 @@ def training_schedule(args: argparse.Namespace, name: str, budget: float) -> str
 
 def search(args: argparse.Namespace, name: str) -> float:
     """The learning rate whose short run, at the smallest budget, does best on what it left out."""
-    found = {lr: held_out(args, name, lr)["cross_entropy"] for lr in LEARNING_RATES[RIVALS[name].learns]}
+    rates = LEARNING_RATES[RIVALS[name].learns]
+    if not args.search_updates:
+        return rates[1]
+    found = {lr: held_out(args, name, lr)["cross_entropy"] for lr in rates}
     return min(found, key=lambda lr: found[lr])
 
 
@@ -242,6 +256,7 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
     searched = {
         name: {f"{lr:g}": held_out(args, name, lr) for lr in LEARNING_RATES[RIVALS[name].learns]}
         for name in args.methods
+        if args.search_updates
     }
     return {
         "model": args.model,
@@ -268,17 +283,19 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
-    """What is left to do, by a few timed updates of each method on this machine as busy as it is now."""
+    """What is left to do, by the processor time of a few updates of each method, however busy the machine is."""
     total = 0.0
     for name in args.methods:
         lrs = LEARNING_RATES[RIVALS[name].learns]
-        searching = sum(left(search_file(args, name, lr).parent, args.search_updates) for lr in lrs)
+        searching = sum(
+            left(search_file(args, name, lr).parent, args.search_updates) for lr in lrs if args.search_updates
+        )
         training = sum(left(folder_of(args, name, budget), args.updates) for budget in budgets_of(args, name))
         seconds = seconds_per_update(args, name) if searching + training else 0.0
         total += (hours := seconds * (searching + training) / 3600)
         line = f"{name:14} {RIVALS[name].learns:5}  {searching:4d} + {training:4d} updates of {seconds:5.2f} s"
         print(f"{line} = {hours:5.2f} h", flush=True)
-    print(f"training: {total:.1f} h with {args.threads} threads; then every method is run on val (minutes)")
+    print(f"training: {total:.1f} h of processor time; then every method is run on val (minutes)")
 
 
 def left(folder: Path, updates: int) -> int:
@@ -292,10 +309,10 @@ def seconds_per_update(args: argparse.Namespace, name: str) -> float:
     taken = []
     for updates in (1, 1 + TIMED):
         with tempfile.TemporaryDirectory() as folder:
-            started = time.perf_counter()
+            started = time.process_time()
             lr = LEARNING_RATES[RIVALS[name].learns][1]
             fit(args, name, min(args.budgets), lr, "all", updates, Path(folder))
-            taken.append(time.perf_counter() - started)
+            taken.append(time.process_time() - started)
     return (taken[1] - taken[0]) / TIMED
 
 

@@ -1,15 +1,16 @@
 """`dtem.patch` and the handle that it returns."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dtem import adapters, methods
 from dtem import schedule as schedules
 from dtem.adapters import Merger, Trace
-from dtem.measure import flops
+from dtem.measure import flops, thresholds
 from dtem.methods import Method
 from dtem.types import DtemError, HostSpec
 
@@ -40,6 +41,11 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
     if missing:
         listed = ", ".join(sorted(missing))
         raise DtemError(f"method {method!r} needs {listed}, which {host.name} ({adapter.family}) does not provide")
+    if adapter.methods is not None and cls.name not in adapter.methods:
+        raise DtemError(
+            f"method {method!r} reads features of tokens in its own way, and those of {host.name} ({adapter.family}) "
+            f"hold their places too; choose one of: {', '.join(sorted(adapter.methods))}"
+        )
     if shortcut and not adapter.shortcuts:
         raise DtemError(f"shortcut=True is not available for {host.name} ({adapter.family}); leave it out")
     asked = schedules.parse(r)
@@ -91,7 +97,15 @@ class Handle:
 
     @r.setter
     def r(self, spec: object) -> None:
-        asked = schedules.at_front(schedules.parse(spec), self.host.merging)
+        asked = schedules.parse(spec)
+        if isinstance(asked, schedules.Adaptive):
+            asked = self._calibrated()
+        if isinstance(asked, schedules.Threshold) and not self.method.adaptive:
+            raise DtemError(
+                f"r = {spec}: method {self.method.name!r} does not merge by edges, so there is nothing to compare "
+                "with a threshold; thresholds are for dtem, tome and their kin"
+            )
+        asked = schedules.at_front(asked, self.host.merging)
         schedules.check(asked, self.host.patches, self.host.depth, self.method.stages)
         if isinstance(asked, schedules.Budget):
             asked = self._solve(asked)
@@ -106,6 +120,41 @@ class Handle:
         if learned is None:
             raise DtemError(f"r = 'learned', and method {self.method.name!r} learns no schedule; give a number")
         return schedules.PerLayer(learned)
+
+    def _calibrated(self) -> schedules.Threshold:
+        if self.merger.adaptive is None:
+            raise DtemError("r = 'adaptive', and nothing is calibrated: handle.calibrate(images, '0.65G') does that")
+        return self.merger.adaptive
+
+    def calibrate(self, images: Tensor | Iterable[Tensor], budget: str, batch: int = 1) -> float:
+        """Find thresholds at which images cost `budget` on average, and merge by them (``r = "adaptive"``).
+
+        Every image then merges as much as its similarities allow. `images` need no labels: one tensor, taken `batch` at
+        a time, or batches. Returns the mean GFLOPs (MACs) of these images. `dtem.save` keeps the thresholds.
+
+        Example:
+            >>> handle.calibrate(images, "0.65G")
+        """
+        asked = schedules.parse(budget)
+        if not isinstance(asked, schedules.Budget):
+            raise DtemError(f"budget = {budget!r} must be one of GFLOPs, such as 0.65G")
+        if self.model.training or self.method.soft:
+            raise DtemError("thresholds are calibrated as the model will run: model.eval() and handle.mode = 'hard'")
+        if self.merger.shortcut:
+            raise DtemError("costs are counted image by image, which goes without the shortcut: patch without it")
+        batches = torch.split(images, batch) if isinstance(images, Tensor) else images
+        batches = batches if isinstance(batches, Sequence) else list(batches)
+        before = self.merger.schedule, self.merger.asked
+        self.r = schedules.Threshold((0.0,) * self.host.depth)  # refused here, if the method has no thresholds
+        try:
+            start = self._solve(asked)
+            with self._counting() as cost:
+                found = thresholds.calibrate(self.model, self.merger, batches, asked.gflops, start, cost)
+        finally:
+            self.merger.schedule, self.merger.asked = before
+        self.merger.adaptive, gflops = found
+        self.r = "adaptive"
+        return gflops
 
     def aim(self, r: object) -> None:
         """Get ready to learn rates that start from the schedule `r`, usually a budget, and cost what it costs.
@@ -130,7 +179,7 @@ class Handle:
             trained_at = self.method.aim(plan, cost)
         self.r = trained_at
 
-    def _solve(self, budget: schedules.Budget) -> schedules.Schedule:
+    def _solve(self, budget: schedules.Budget) -> schedules.PerLayer:
         with self._counting() as cost:
             return budget.solve(self.host.patches, self.host.depth, cost, self._stages, self.method.afresh)
 
@@ -159,7 +208,13 @@ class Handle:
     @property
     def plan(self) -> tuple[int, ...]:
         """r of every block at the host's own image size, after clamping."""
-        return self.merger.plan(self.host.patches)
+        plan = self.merger.plan(self.host.patches)
+        if not all(isinstance(r, int) for r in plan):
+            raise DtemError(
+                f"r = {self.r} merges what each image allows, so there is no plan for all: `dtem eval` counts what it "
+                "comes to, and handle.trace() shows it"
+            )
+        return tuple(r for r in plan if isinstance(r, int))
 
     @property
     def tokens(self) -> tuple[int, ...]:

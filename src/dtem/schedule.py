@@ -8,17 +8,21 @@
 | a share of the patches left | ``0.2`` | ``20%`` or ``0.2`` |
 | as much as meets a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
 | what the method has learned | ``"learned"`` | ``learned`` |
+| as many as have an edge with a cosine above a threshold; or one per block | ``"t0.8"`` | ``t0.9/0.8/0.8/0.7`` |
+| the thresholds that `handle.calibrate` found | ``"adaptive"`` | ``adaptive`` |
+
+With thresholds r differs from image to image (of a batch, the mean is taken); half of the patches at most.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from dtem.types import DtemError
+from dtem.types import Above, DtemError
 
 FORMS = (
     "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of what is left), 2.5G (budget), "
-    "learned (by the method)"
+    "learned (by the method), t0.8 (edges above a cosine), adaptive (calibrated)"
 )
 
 
@@ -149,6 +153,27 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Threshold:
+    """Every image merges what is alike: edges with a cosine above one number, or above each block's own."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values or not all(isinstance(v, int | float) and math.isfinite(v) for v in self.values):
+            raise DtemError(f"thresholds {self.values} must be numbers, such as t0.8 or t0.9/0.8/0.8/0.7")
+
+    def wanted(self, depth: int) -> list[Above]:
+        if len(self.values) not in (1, depth):
+            raise DtemError(
+                f"the schedule {self} has {len(self.values)} entries, the model {depth} blocks: give 1 or one each"
+            )
+        return [Above(v) for v in (self.values * depth if len(self.values) == 1 else self.values)]
+
+    def __str__(self) -> str:
+        return "t" + "/".join(f"{float(v)!r}" for v in self.values)
+
+
+@dataclass(frozen=True)
 class Front:
     """A schedule for the first `blocks` blocks only, where the host says so. It is written as the schedule itself."""
 
@@ -170,7 +195,15 @@ class Learned:
         return "learned"
 
 
-Schedule = Constant | Inflected | PerLayer | Ratio | Front | Budget | Learned
+@dataclass(frozen=True)
+class Adaptive:
+    """The thresholds that were calibrated. A handle turns it into these."""
+
+    def __str__(self) -> str:
+        return "adaptive"
+
+
+Schedule = Constant | Inflected | PerLayer | Ratio | Threshold | Front | Budget | Learned | Adaptive
 
 
 def parse(spec: object) -> Schedule:
@@ -196,9 +229,11 @@ def parse(spec: object) -> Schedule:
 
 def _parse_text(text: str) -> Schedule:
     body = text.strip()
-    if body == "learned":
-        return Learned()
+    if body in ("learned", "adaptive"):
+        return Learned() if body == "learned" else Adaptive()
     try:
+        if body[:1] == "t":
+            return Threshold(tuple(float(part) for part in body[1:].split("/")))
         if body.endswith("%"):
             return Ratio(float(body[:-1]) / 100)
         if body[-1:] in ("G", "g"):
@@ -228,17 +263,21 @@ def clamp(wanted: Sequence[float], patches: int, afresh: bool = False) -> tuple[
     return tuple(plan)
 
 
-def resolve(schedule: Schedule, patches: int, depth: int, afresh: bool = False) -> tuple[int, ...]:
+def resolve(schedule: Schedule, patches: int, depth: int, afresh: bool = False) -> tuple[int | Above, ...]:
     """The r of every block for an image of `patches` patches. `afresh` as in `clamp`."""
     if isinstance(schedule, Budget):
         raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
-    if isinstance(schedule, Learned):
-        raise DtemError("a learned schedule must be asked of its method first (dtem.patch does that)")
+    if isinstance(schedule, Learned | Adaptive):
+        raise DtemError(f"the schedule {schedule} must be asked of its handle first (dtem.patch does that)")
+    if isinstance(schedule, Threshold):
+        return tuple(schedule.wanted(depth))
     return clamp(schedule.wanted(depth), patches, afresh)
 
 
 def at_front(schedule: Schedule, blocks: int | None) -> Schedule:
     """The schedule for a host that merges in its first `blocks` blocks (None: in all), unless r is given per block."""
+    if blocks is not None and isinstance(schedule, Threshold) and len(schedule.values) == 1:
+        raise DtemError(f"r = {schedule}: this model merges in its first {blocks} blocks; give a threshold per block")
     if blocks is None or not isinstance(schedule, Constant | Inflected | Ratio):
         return schedule
     return Front(schedule, blocks)
@@ -247,7 +286,10 @@ def at_front(schedule: Schedule, blocks: int | None) -> Schedule:
 def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | None = None) -> None:
     """Refuse what no image of this host can meet: more than half of all patches in one block; and tokens removed
     elsewhere than in the blocks `at`, if there are such."""
-    if isinstance(schedule, Budget | Learned):
+    if isinstance(schedule, Budget | Learned | Adaptive):
+        return
+    if isinstance(schedule, Threshold):
+        schedule.wanted(depth)
         return
     wanted = schedule.wanted(depth)
     outside = [layer for layer, r in enumerate(wanted) if r and at is not None and layer not in at]

@@ -80,6 +80,7 @@ def from_pretrained(
         if r is None:
             r = schedules.parse(header["schedule"])
             schedules.check(r, host.patches, host.depth)
+        adaptive = _thresholds(header, host.depth)
     except DtemError as error:
         raise DtemError(f"{path}: {error}") from error
     shortcut = options.pop("shortcut", False)
@@ -90,6 +91,7 @@ def from_pretrained(
     handle = patch(model, header["method"], shortcut=shortcut, **changed)
     try:
         handle.method.load_state_dict(tensors)
+        handle.merger.adaptive = adaptive
         handle.r = r  # only now: the schedule may be one that was learned
     except BaseException:
         handle.unpatch()
@@ -169,6 +171,7 @@ def _header(handle: Handle, trained_r: object, notes: Mapping[str, str]) -> Head
         "trained_r": None if trained_r is None else str(schedules.parse(trained_r)),
         "schedule": str(handle.merger.schedule),
         "notes": dict(notes),
+        **({} if handle.merger.adaptive is None else {"adaptive": str(handle.merger.adaptive)}),
     }
 
 
@@ -176,6 +179,17 @@ def _describe(model: nn.Module, host: HostSpec) -> Header:
     """The host as the header keeps it; without a name where the model has none but that of its class."""
     nameless = host.name in {cls.__name__ for cls in type(model).__mro__}
     return {name: None if name == "name" and nameless else getattr(host, name) for name in _HOST}
+
+
+def _thresholds(header: Header, depth: int) -> schedules.Threshold | None:
+    """What was calibrated, if anything was."""
+    if (text := header.get("adaptive")) is None:
+        return None
+    found = schedules.parse(text)
+    if not isinstance(found, schedules.Threshold):
+        raise DtemError(f"the dtem header is damaged: adaptive = {text!r}")
+    schedules.check(found, 0, depth)
+    return found
 
 
 def _in_words(host: Header) -> str:

@@ -25,6 +25,13 @@ class DtemError(ValueError):
     """A mistake that the user can mend: the message names the value and the way out."""
 
 
+@dataclass(frozen=True)
+class Above:
+    """In place of an r: as many merges as there are edges with a cosine above this, half of the patches at most."""
+
+    threshold: float
+
+
 class Tokens(NamedTuple):
     """What flows from block to block. Every step returns a new one; nothing is kept elsewhere."""
 

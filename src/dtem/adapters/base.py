@@ -6,14 +6,14 @@ import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from dtem import schedule as schedules
 from dtem.methods import Method
-from dtem.types import HostSpec, Taps, Tokens
+from dtem.types import Above, HostSpec, Taps, Tokens
 
 Attention = Callable[[Tensor, Tensor | None], tuple[Tensor, Taps]]
 """x and bias by key -> x with the attention residual added, and the taps."""
@@ -30,6 +30,8 @@ class Merger(nn.Module):
         self.schedule = schedule
         self.asked: object = schedule
         """The schedule as the user wrote it (a budget stays readable after it was solved)."""
+        self.adaptive: schedules.Threshold | None = None
+        """Thresholds that were calibrated (``r = "adaptive"``)."""
         self.family = family
         self.shortcut = shortcut
 
@@ -38,7 +40,7 @@ class Merger(nn.Module):
         """Whether anything would be merged at all; if not, the host's own forward runs."""
         return any(self.schedule.wanted(self.method.host.depth))
 
-    def plan(self, patches: int) -> tuple[int, ...]:
+    def plan(self, patches: int) -> tuple[int | Above, ...]:
         """r of every block for an image of `patches` patches."""
         resolve = schedules.resolve if torch.compiler.is_compiling() else _resolve_once
         return resolve(self.schedule, patches, self.method.host.depth, self.method.afresh)
@@ -55,6 +57,8 @@ class Adapter(ABC):
     """Taps that methods may ask for."""
     supported: ClassVar[str]
     """For messages: what this adapter takes."""
+    methods: ClassVar[frozenset[str] | None] = None
+    """The methods that it can take; None: all whose needs it meets."""
     shortcuts: ClassVar[bool] = False
     """Whether it can compute the class token only in the last block."""
 
@@ -79,8 +83,9 @@ class Adapter(ABC):
         """Make `model` what it was."""
 
 
-def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Attention, mlp: Mlp) -> Tokens:
+def run_block(method: Method, layer: int, tokens: Tokens, r: int | Above, attention: Attention, mlp: Mlp) -> Tokens:
     """One block: the four steps of `methods.base`."""
+    r = cast(int, r)  # thresholds reach methods that take them only: a handle sees to it
     tokens = method.before(layer, tokens, r)
     x, taps = attention(tokens.x, method.bias(tokens))
     tokens = method.reduce(layer, tokens.replace(x=x), taps, r)

@@ -38,31 +38,38 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print, keep."""
     from dtem.types import DtemError
 
-    budgets = _numbers("--gflops", args.gflops)
-    sizes = [int(size) for size in _numbers("--time", args.time) if size]
+    budgets = numbers("--gflops", args.gflops)
+    sizes = [int(size) for size in numbers("--time", args.time) if size]
     args.r = ",".join(f"{budget:g}G" for budget in budgets)
     left_out: dict[str, str] = {}
     if args.method is None:
-        args.method, left_out = _all_methods(args)
+        args.method, left_out = all_methods(args)
     found = evaluate.measure(args)
-    document = found.document
     if len(found.contenders) == 1:
         full = common.giga(found.contenders[0].macs)
         raise DtemError(f"--gflops {args.gflops} merges nothing: the unmerged model takes {full} GFLOPs itself")
+    document = complete(found, sizes, args.rounds)
     document["budgets"] = budgets
     document["not_compared"] = left_out
-    for one in document["rows"][1:]:
-        budget = float(one["r"].removesuffix("G")) * 1e9
-        one["off_budget"] = one["macs"] / budget - 1
-    timings = {size: _timed(found, size, args.rounds) for size in sizes}
-    for contender, one in zip(found.contenders, document["rows"], strict=True):
-        one["speedup"] = {str(size): timings[size][contender.name] for size in sizes}
     common.show(args, document, *outcome_tables.draw(document), *_tables(document, sizes))
     evaluate.keep(args, document, found.outcomes)
     return 0
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def complete(found: evaluate.Measured, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+    """What was measured, with how far each is from its budget and how much faster than the unmerged model."""
+    document = found.document
+    for one in document["rows"][1:]:
+        budget = float(one["r"].removesuffix("G")) * 1e9
+        one["off_budget"] = one["macs"] / budget - 1
+    timings = {size: _timed(found, size, rounds) for size in sizes}
+    for contender, one in zip(found.contenders, document["rows"], strict=True):
+        one["speedup"] = {str(size): timings[size][contender.name] for size in sizes}
+    return document
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """Positive numbers with commas between."""
     from dtem.types import DtemError
 
     try:
@@ -74,7 +81,7 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
-def _all_methods(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
+def all_methods(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
     """Methods that can run on this host as they are, and why the others cannot."""
     import torch
 
@@ -121,7 +128,7 @@ def _tables(document: dict[str, Any], sizes: Sequence[int]) -> list[Any]:
         (
             one["method"],
             one["r"],
-            common.giga(one["macs"]),
+            outcome_tables.gigas(one),
             f"{100 * one['off_budget']:+.1f} %" + (" !" if abs(one["off_budget"]) > TOLERANCE else ""),
             *("{median:.2f} ({low:.2f}–{high:.2f})".format(**one["speedup"][str(size)]) for size in sizes),
         )

@@ -1,13 +1,13 @@
 """Who takes part in an evaluation: the unmerged model, and each method at each r."""
 
 import argparse
-import copy
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dtem.cli import common
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dtem.handle import Handle
+    from dtem.schedule import Schedule
     from dtem.types import HostSpec
 
 UNMERGED = "unmerged"
@@ -23,16 +24,27 @@ REFERENCE = "tome"
 
 
 class Timed:
-    """A forward that remembers how long it took."""
+    """A forward that remembers how long it took and, if asked to, how many tokens each image had after every block."""
 
-    def __init__(self, forward: "Callable[[Tensor], Tensor]") -> None:
+    def __init__(self, forward: "Callable[[Tensor], Tensor]", watched: bool = False) -> None:
         self.forward = forward
+        self.watched = watched
         self.turns: list[tuple[int, float]] = []
+        self.tokens: list[Tensor] = []
 
     def __call__(self, images: "Tensor") -> "Tensor":
         start = self._now(images)
-        logits = self.forward(images)
+        logits = self._watch(images) if self.watched else self.forward(images)
         self.turns.append((len(images), self._now(images) - start))
+        return logits
+
+    def _watch(self, images: "Tensor") -> "Tensor":
+        from dtem import adapters
+        from dtem.measure import lengths
+
+        with adapters.tracing() as trace:
+            logits = self.forward(images)
+        self.tokens.append(lengths.counted(trace))
         return logits
 
     @staticmethod
@@ -50,16 +62,36 @@ class Timed:
         return sum(count for count, _ in turns) / max(sum(seconds for _, seconds in turns), 1e-9)
 
 
+class Entry(NamedTuple):
+    """A patched model under its label, and the schedules that it runs at."""
+
+    label: str
+    handle: "Handle"
+    specs: Sequence[str]
+
+
+class Prices(NamedTuple):
+    """What tokens cost (`measure.lengths`), in both conventions."""
+
+    host: "HostSpec"
+    macs: "Tensor"
+    paper: "Tensor"
+
+
 @dataclasses.dataclass(frozen=True)
 class Contender:
     """One method at one r, with what it costs."""
 
     label: str
     r: str
-    tokens: int
+    tokens: float
     macs: int
     paper: int
     forward: Timed
+    prices: Prices | None = None
+    """Where every image has its own cost: to count by, once the images have been seen."""
+    spread: tuple[int, int] | None = None
+    """There, the quartiles of MACs over images."""
 
     @property
     def name(self) -> str:
@@ -76,17 +108,99 @@ class Contender:
         return cls(UNMERGED, "0", spec.patches + spec.prefix, count.macs, count.paper, forward)
 
 
-def merged(label: str, handle: "Handle", specs: Sequence[str]) -> list[Contender]:
+def settled(contender: Contender) -> Contender:
+    """Costs over the images that were seen, where each has its own."""
+    from dtem.measure import lengths
+
+    prices = contender.prices
+    if prices is None:
+        return contender
+    import torch
+
+    tokens = torch.cat(contender.forward.tokens)
+    macs, paper = (lengths.macs_at(each, tokens, prices.host) for each in (prices.macs, prices.paper))
+    low, high = macs.quantile(macs.new_tensor([0.25, 0.75])).tolist()
+    return dataclasses.replace(
+        contender,
+        tokens=round(tokens[:, -1].double().mean().item(), 1),
+        macs=round(macs.mean().item()),
+        paper=round(paper.mean().item()),
+        spread=(round(low), round(high)),
+    )
+
+
+def prices_of(label: str, handle: "Handle") -> Prices:
+    """What tokens cost this model. Its r stays what it is."""
+    from dtem.measure import flops, lengths
+    from dtem.types import DtemError
+
+    if handle.merger.shortcut:
+        raise DtemError(f"{label} is counted image by image, which goes without the shortcut; leave --shortcut out")
+    before = handle.merger.schedule, handle.merger.asked
+
+    @functools.cache
+    def count(plan: tuple[int, ...]) -> "flops.Count":
+        handle.r = list(plan)
+        return common.count(handle)
+
+    try:
+        macs = lengths.prices_of(lambda plan: count(plan).macs / 1e9, handle.host)
+        paper = lengths.prices_of(lambda plan: count(plan).paper / 1e9, handle.host)
+    finally:
+        handle.merger.schedule, handle.merger.asked = before
+    return Prices(handle.host, macs, paper)
+
+
+def meet(handle: "Handle", spec: str, batches: "Sequence[Tensor] | None" = None) -> "Schedule":
+    """The schedule for `spec`. Where a budget is met on average only, it is found with the images of `batches`."""
+    from dtem import schedule
+    from dtem.measure import lengths
+    from dtem.types import DtemError
+
+    ladder, asked = handle.method.ladder(), schedule.parse(spec)
+    if ladder is None or batches is None or not isinstance(asked, schedule.Budget):
+        handle.r = spec
+        return handle.merger.schedule
+    prices = prices_of(handle.method.name, handle)
+
+    @functools.cache
+    def cost(step: int) -> float:
+        handle.r = ladder[step]
+        tokens = lengths.observed(handle.model, batches)
+        return lengths.macs_at(prices.macs, tokens, handle.host).mean().item() / 1e9
+
+    step = lengths.first_within(asked.gflops, len(ladder), cost)
+    if cost(step) > asked.gflops:
+        raise DtemError(f"a budget of {asked} cannot be met by {handle.method.name}: at least {cost(step):.3g} GFLOPs")
+    if step and cost(step - 1) - asked.gflops < asked.gflops - cost(step):  # on average, so the nearer one
+        step -= 1
+    handle.r = ladder[step]
+    return handle.merger.schedule
+
+
+def merged(
+    label: str, handle: "Handle", specs: Sequence[str], batches: "Sequence[Tensor] | None" = None
+) -> list[Contender]:
     """One contender per r; where nothing would be merged there is none, that is the unmerged model. Nor is there one
-    for a learned r where nothing is learned: other methods may have it."""
+    for a learned r where nothing is learned, or an adaptive one where nothing is calibrated: other methods may have
+    it. `batches` as in `meet`."""
+    from dtem.schedule import Threshold
     from dtem.tasks.classification import evaluate
 
     if handle.method.schedule() is None:
         specs = [spec for spec in specs if spec != "learned"]
+    if handle.merger.adaptive is None:
+        specs = [spec for spec in specs if spec != "adaptive"]
     contenders = []
-    for spec, forward in evaluate.at_rates(handle, specs).items():
-        handle.r = spec
-        if handle.merger.active:
+    for spec in specs:
+        schedule = meet(handle, spec, batches)
+        if not handle.merger.active:
+            continue
+        (forward,) = evaluate.at_rates(handle, [schedule]).values()
+        if handle.method.varies or isinstance(schedule, Threshold):
+            prices = prices_of(label, handle)
+            contenders.append(Contender(label, spec, 0, 0, 0, Timed(forward, watched=True), prices))
+        else:
             count = common.count(handle)
             contenders.append(Contender(label, spec, handle.tokens[-1], count.macs, count.paper, Timed(forward)))
     return contenders
@@ -99,16 +213,16 @@ def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, 
     """
     import dtem
     from dtem import storage
+    from dtem.adapters.sharing import share
     from dtem.tasks.classification import evaluate
     from dtem.types import DtemError
 
-    shared = {id(tensor): tensor for tensor in (*host.parameters(), *host.buffers())}
     trained: dict[str, Handle] = {}
     lists: dict[str, list[str]] = {}
     for given in args.adapter:
         label, name = split_label(given)
         path = storage.locate(name, None)
-        handle = dtem.from_pretrained(path, copy.deepcopy(host, dict(shared)), r=0, shortcut=args.shortcut)
+        handle = dtem.from_pretrained(path, share(host), r=0, shortcut=args.shortcut)
         label = label or handle.method.name
         if label in trained or label == UNMERGED:
             raise DtemError(f"--adapter {given}: {label!r} is taken; give each adapter its own label, LABEL=FILE")
@@ -120,7 +234,7 @@ def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, 
         if method in trained and method not in served:
             raise DtemError(f"{method!r} is a method and the label of an adapter; call the adapter something else")
         if method not in served:
-            handles[method] = dtem.patch(copy.deepcopy(host, dict(shared)), method, shortcut=args.shortcut)
+            handles[method] = dtem.patch(share(host), method, shortcut=args.shortcut)
     return {**handles, **trained}, lists
 
 

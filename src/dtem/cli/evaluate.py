@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dtem.cli import common, outcome_tables
-from dtem.cli.contenders import REFERENCE, UNMERGED, Contender, contestants, merged
+from dtem.cli import common, outcome_tables, pictures
+from dtem.cli.contenders import REFERENCE, UNMERGED, Contender, Entry, contestants, merged, settled
+from dtem.cli.neighbours import by_neighbours
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,8 +30,11 @@ examples:
   dtem eval --model deit_tiny_patch16_224 --data imagenet/val --adapter my.safetensors --out results --plot curve.png
   dtem eval --model deit_tiny_patch16_224 --data imagenet/val --adapter a=one.safetensors --adapter b=two.safetensors
   dtem eval --model deit_tiny_patch16_224 --data imagenet/val --adapter rates.safetensors --r learned,16
+  dtem eval --model vit_tiny_patch16_224 --data imagenet/val --knn imagenet/train    features, by nearest neighbours
   dtem eval --compare results/tome-r16.safetensors results/dtem-r16.safetensors
 """
+FEW = 128
+"""Images on which a method whose cost differs from image to image finds the r that meets a budget on average."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -45,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="8,13,16",
         help="tokens merged per block, as in `dtem flops`; default %(default)s",
     )
+    add("--knn", metavar="SPEC", help="judge features, by the nearest of these labelled images; the head is left off")
+    add("--neighbours", metavar="N", type=int, default=10, help="how many with --knn; default %(default)s")
     add("--compare", metavar="FILE", nargs=2, help="compare two files of --out (second minus first); nothing is run")
 
 
@@ -100,6 +106,28 @@ class Measured(NamedTuple):
 
 def measure(args: argparse.Namespace) -> Measured:
     """Run every contender that the options name on every image."""
+    from dtem.types import DtemError
+
+    _check(args)
+    specs = common.schedules(args.r)
+    args.pretrained = args.weights is None
+    if args.knn is not None:
+        args.classes = 0
+    host = common.build(args).to(args.device)
+    handles, lists = contestants(args, host)
+    if "learned" in specs and all(handle.method.schedule() is None for handle in handles.values()):
+        raise DtemError(f"--r learned: no rates were learned by {', '.join(handles)}; give an --adapter that has some")
+    if "adaptive" in specs and all(handle.merger.adaptive is None for handle in handles.values()):
+        raise DtemError(
+            f"--r adaptive: nothing is calibrated in {', '.join(handles)}; give an --adapter that dtem calibrate wrote"
+        )
+    return contest(args, host, [Entry(label, handle, specs) for label, handle in handles.items()], lists)
+
+
+def contest(
+    args: argparse.Namespace, host: "nn.Module", entries: Sequence[Entry], lists: Mapping[str, Sequence[str]]
+) -> Measured:
+    """Run the host and every entry on every image but those of `lists`, which some of them were trained on."""
     import torch
 
     from dtem import adapters
@@ -107,38 +135,39 @@ def measure(args: argparse.Namespace) -> Measured:
     from dtem.tasks.classification import data, evaluate, sources
     from dtem.types import DtemError
 
-    _check(args)
-    specs, source = common.schedules(args.r), sources.open_source(args.data)
+    source = sources.open_source(args.data)
     if not source.labelled:
         raise DtemError(
             f"--data {args.data} has no labels, so there is no accuracy to speak of: sort the images into one folder "
             "per class, in the order of the model's classes"
         )
-    args.pretrained = args.weights is None
-    host = common.build(args).to(args.device)
-    handles, lists = contestants(args, host)
-    if "learned" in specs and all(handle.method.schedule() is None for handle in handles.values()):
-        raise DtemError(f"--r learned: no rates were learned by {', '.join(handles)}; give an --adapter that has some")
     source, left_out = sources.without(source, {name for names in lists.values() for name in names})
     if args.limit is not None:
         source = evaluate.sample(source, args.limit)
     spec = adapters.find(host).describe(host)
-    base = Contender.unmerged(host, spec)
-    contenders = [base, *(c for label, h in handles.items() for c in merged(label, h, specs))]
+    transform = pictures.transform(host, spec.image)
+    models = [host, *(entry.handle.model for entry in entries)]
+    varying = any(entry.handle.method.varies for entry in entries)
+    looked_at = pictures.few(args, host, spec.image, FEW, source) if varying else None
+    with evaluate.evaluating(*models):
+        contenders = [Contender.unmerged(host, spec), *(c for e in entries for c in merged(*e, looked_at))]
     if args.plot and len(contenders) == 1:
         raise DtemError(f"--plot: there is nothing to draw, --r {args.r} merges nothing")
     loader = data.Loader(
         source,
-        data.eval_transform(_transform(host, spec.image)),
+        transform,
         args.batch,
         workers=args.workers,
-        classes=getattr(host, "num_classes", None),
+        classes=getattr(host, "num_classes", None) or None,
     )
     dtype = None if args.dtype == DTYPES[0] else getattr(torch, args.dtype)
-    models = [host, *(handle.model for handle in handles.values())]
-    forwards = {contender.name: contender.forward for contender in contenders}
+    forwards: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {each.name: each.forward for each in contenders}
+    if knn := getattr(args, "knn", None):
+        with evaluate.evaluating(*models):
+            forwards = by_neighbours(args, forwards, sources.open_source(knn), transform, progress)
     with evaluate.evaluating(*models), progress(args.limit, source.length) as advance:
         outcomes = evaluate.compete(forwards, loader, args.device, dtype, advance, args.limit)
+    contenders = [settled(contender) for contender in contenders]
     document = {
         "model": args.model,
         "image": list(spec.image),
@@ -169,6 +198,7 @@ def row(contender: Contender, outcomes: Mapping[str, "Outcomes"]) -> dict[str, A
         "cross_entropy": own.mean_loss,
         "macs": contender.macs,
         "paper": contender.paper,
+        "macs_quartiles": contender.spread,
         "images_per_second": contender.forward.images_per_second,
         "tokens": contender.tokens,
         f"against_{UNMERGED}": None if own is base else dataclasses.asdict(paired(base, own)),
@@ -205,20 +235,13 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong is said before hours of work."""
-    import torch
-
     from dtem.types import DtemError
     from dtem.visualise import curves
 
     for option in ("model", "data"):
         if getattr(args, option) is None:
             raise DtemError(f"--{option} is missing (only --compare goes without)")
-    for option, least in (("batch", 1), ("workers", 0), ("limit", 2)):
-        value = getattr(args, option)
-        if value is not None and value < least:
-            raise DtemError(f"--{option} {value} must be {least} or more")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise DtemError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    pictures.check_counts(args, batch=1, workers=0, limit=2)
     if args.classes is not None and args.weights is None:
         raise DtemError(f"--classes {args.classes} goes with --weights: timm's own weights have a head of their own")
     if args.plot is not None:
@@ -229,12 +252,6 @@ def _check(args: argparse.Namespace) -> None:
             Path(args.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DtemError(f"--out {args.out} cannot be made a folder: {error.strerror}") from error
-
-
-def _transform(host: "nn.Module", image: tuple[int, int, int]) -> dict[str, Any]:
-    from timm.data.config import resolve_data_config
-
-    return dict(resolve_data_config({"input_size": image}, model=host))  # type: ignore[no-untyped-call]
 
 
 def keep(args: argparse.Namespace, document: Mapping[str, Any], outcomes: Mapping[str, "Outcomes"]) -> None:

@@ -25,7 +25,7 @@ def draw(document: Mapping[str, Any]) -> list[object]:
             f"{one['top1']:.2f}",
             f"{one['top5']:.2f}",
             f"{one['cross_entropy']:.4f}",
-            common.giga(one["macs"]),
+            gigas(one),
             common.giga(one["paper"]),
             f"{one['images_per_second']:.0f}",
             str(one["tokens"]),
@@ -42,6 +42,14 @@ def draw(document: Mapping[str, Any]) -> list[object]:
             pairs(f"Against {REFERENCE} at the same r", [(f"{c['method']}, r={c['r']}", c) for c in compared])
         )
     return tables
+
+
+def gigas(one: Mapping[str, Any]) -> str:
+    """GFLOPs (MACs); where every image has its own, their mean with quartiles."""
+    if one.get("macs_quartiles") is None:
+        return common.giga(one["macs"])
+    low, high = map(common.giga, one["macs_quartiles"])
+    return f"{common.giga(one['macs'])} ({low}–{high})"
 
 
 def points(difference: Mapping[str, float], digits: int = 2) -> str:

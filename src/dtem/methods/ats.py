@@ -59,7 +59,6 @@ class Ats(Method):
 
     name: ClassVar[str] = "ats"
     varies: ClassVar[bool] = True
-    """Images of one batch are left with different numbers of tokens; sizes of 0 are padding."""
     needs: ClassVar[frozenset[str]] = frozenset({"class_token", "q", "k", "v"})
     keeps_mass: bool = False
     config_class: ClassVar[type[Config]] = AtsConfig
@@ -85,6 +84,9 @@ class Ats(Method):
         if source is not None:
             source = ops.compose(source, _source(kept, size, count))
         return tokens.replace(x=ops.take(x, kept), size=size, source=source, carry=carry)
+
+    def ladder(self) -> list[tuple[int, ...]]:
+        return ladder(self.host.patches, self.host.depth)
 
     @torch.no_grad()
     def _significance(self, tokens: Tokens, taps: Taps) -> Float[Tensor, "b p"]:

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.types import SIZE_FLOOR, DtemError, HostSpec, Taps, Tokens
+from dtem.types import SIZE_FLOOR, Above, DtemError, HostSpec, Taps, Tokens
 
 #: Size of a token that is masked in training: a little above the floor, under which `ops.log_size` has no gradient. The
 #: mask m of a token enters attention as m + MASKED; so what a token would add if it were kept is known at m = 0 too.
@@ -59,6 +59,10 @@ class Method(nn.Module):
     many more the block and all later ones leave out of their computation."""
     afresh: ClassVar[bool] = False
     """Whether every block starts with all tokens again: r then counts from all patches in each."""
+    adaptive: ClassVar[bool] = False
+    """Whether r may be a threshold of similarity (`types.Above`); then `metric(layer, taps)` is what is compared."""
+    varies: ClassVar[bool] = False
+    """Whether images of one batch are left with different numbers of tokens; sizes of 0 are padding."""
     config_class: ClassVar[type[Config]] = Config
 
     def __init__(self, host: HostSpec, config: Config) -> None:
@@ -99,6 +103,11 @@ class Method(nn.Module):
         schedule that soft steps are to run at: the plan itself, for methods to which it is the budget."""
         return plan
 
+    def ladder(self) -> list[tuple[int, ...]] | None:
+        """Plans from mild to strong, where what a plan costs is known from images only: one of them meets a budget on
+        average. None: any plan costs what it counts."""
+        return None
+
     def losses(self, tokens: Tokens) -> dict[str, Tensor]:
         """Losses beside the task's, by name, weighted already; from the tokens at the end of a soft forward."""
         return {}
@@ -129,7 +138,7 @@ class Method(nn.Module):
         return f"{self.name}, {self.config}"
 
 
-def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix: int) -> Tokens:
+def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int | Above, prefix: int) -> Tokens:
     """Hard bipartite merge of `tokens` by `metric`."""
     matching = ops.match(metric, r, prefix)
     x, size = ops.merge(tokens.x, tokens.size, matching)

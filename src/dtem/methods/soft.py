@@ -15,7 +15,7 @@ from torch import Tensor
 from dtem import ops
 from dtem.methods.base import Config, Method, full_size, merge_matched
 from dtem.methods.rates import LearnedRates
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.types import Above, DtemError, HostSpec, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ def is_count(value: object) -> bool:
 class SoftMethod(Method):
     """A merging method with a soft mode."""
 
+    adaptive: ClassVar[bool] = True
     config_class: ClassVar[type[Config]] = SoftConfig
     config: SoftConfig
 
@@ -87,9 +88,11 @@ class SoftMethod(Method):
     def can_relax(self) -> bool:
         return True
 
-    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int | Above) -> Tokens:
         if not self.soft:
             return tokens if r == 0 else merge_matched(tokens, self.metric(layer, taps), r, self.host.prefix)
+        if isinstance(r, Above):
+            raise DtemError(f"r = t{r.threshold:g} is for inference; in soft mode give r as numbers")
         if self.rates is not None and "rates" not in tokens.carry:
             tokens = tokens.replace(carry={**tokens.carry, "rates": self.rates()})
         if self.host.pooling == "prefix" and layer == self.host.depth - 1:

@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+from jaxtyping import Float
+from torch import Tensor
+
 from dtem.methods.base import Method, merge_matched
-from dtem.types import Taps, Tokens
+from dtem.types import Above, Taps, Tokens
 
 
 class Tome(Method):
@@ -11,8 +14,11 @@ class Tome(Method):
 
     name: ClassVar[str] = "tome"
     needs: ClassVar[frozenset[str]] = frozenset({"k"})
+    adaptive: ClassVar[bool] = True
 
-    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
-        if r == 0:
-            return tokens
-        return merge_matched(tokens, taps.k.mean(dim=1), r, self.host.prefix)
+    def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
+        """What tokens are compared by (cosine)."""
+        return taps.k.mean(dim=1)
+
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int | Above) -> Tokens:
+        return tokens if r == 0 else merge_matched(tokens, self.metric(layer, taps), r, self.host.prefix)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dtem.types import DtemError
+from dtem.types import Above, DtemError
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,22 @@ def cosine(z: Float[Tensor, "b n d"], prefix: int, excluded: int = 0) -> Float[T
         return torch.bmm(z[:, a:stop:2], z[:, b:stop:2].mT)
 
 
-def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
-    """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
+def match(metric: Float[Tensor, "b n d"], r: int | Above, prefix: int = 0) -> Matching:
+    """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index.
+
+    With `Above`, r is found by `count_above`.
+    """
     batch, tokens, _ = metric.shape
-    check_r(r, tokens - prefix)
+    if not isinstance(r, Above):
+        check_r(r, tokens - prefix)
     here = positions(batch, tokens, metric.device)
     a, b = sides(prefix)
     b_side = here[:, b::2]
     if not b_side.shape[1]:  # a lone patch, or none: nothing to match with
         return Matching(kept=here, merged=here[:, :0], into=here[:, :0])
     best, partner = strongest(metric.detach() if metric.requires_grad else metric, prefix)
+    if isinstance(r, Above):
+        r = count_above(best, r.threshold, limit(tokens - prefix))
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
     chosen = order[:, :r]
     first = here[:, a : a + 1]
@@ -84,6 +90,19 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
         merged=first.add(chosen, alpha=2),
         into=partner.gather(1, chosen) + (tokens - r - b_side.shape[1]),
     )
+
+
+def count_above(best: Float[Tensor, "b i"], threshold: float, most: int) -> int:
+    """How many edges of an image are above the threshold, at most `most`. Images of one batch keep one length, so of
+    several it is the mean, rounded half up. The number is read from the device: a GPU waits here.
+    """
+    if best.is_meta or torch.compiler.is_compiling():
+        raise DtemError(
+            f"r = t{threshold:g} is found by looking at each image, so it can be neither counted without images "
+            "(`dtem eval` counts it on some) nor compiled or exported: give r as numbers there"
+        )
+    batch = len(best)
+    return min((2 * int((best > threshold).sum()) + batch) // (2 * batch), most)
 
 
 def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
