@@ -119,7 +119,7 @@ def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
     source.items = source.items[: args.limit]
     source.length = len(source.items)
     loader = Loader(source, eval_transform(resolve_data_config(model=model)), 20)
-    written = evaluate.compete({name: ready}, loader, Style(beams=args.beams))[name]
+    written = evaluate.compete({name: ready}, loader, source.items, Style(beams=args.beams))[name]
     write_file(file, json.dumps(dataclasses.asdict(written)))
     print(f"{name} r={rate}: loss {written.loss:.4f}, {written.captions_per_second:.2f} captions/s", flush=True)
 
@@ -130,7 +130,9 @@ def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], Written] = {}
     for name, rate in contenders(args):
         if (file := file_of(args, name, rate)).exists():
-            found[name, rate] = evaluate.scored(Written(**json.loads(file.read_text()) | {"scores": None}), source)
+            found[name, rate] = evaluate.scored(
+                Written(**json.loads(file.read_text()) | {"scores": None}), source.items
+            )
     costs = cost(host)
     rows = []
     for method, rate in [("none", "0"), *((m, r) for r in RATES for m in ("tome", "dtem"))]:

@@ -35,7 +35,7 @@ def host(folder):
 def _no_java(monkeypatch):
     """The metrics are tested elsewhere; Java takes seconds to start."""
 
-    def scored(written, source):
+    def scored(written, items):
         length = sum(map(len, written.captions.values()))
         written.scores = captioning.metric.Scores({"CIDEr": float(length), "BLEU-4": 1.0, "SPICE": "no"}, {}, [])
         return written
@@ -79,7 +79,7 @@ def test_the_loss_of_captions_goes_down(host, folder, tmp_path):
         source = captioning.open_captions(f"{folder}/captions.json#train")
         loader = captioning.Loader(source, captioning.eval_transform(resolve_data_config(model=model)), 4)
         ready = {"9": lambda model=model: model}
-        found[lr] = captioning.evaluate.compete(ready, loader, build(PLAIN).style)["9"].loss
+        found[lr] = captioning.evaluate.compete(ready, loader, source.items, build(PLAIN).style)["9"].loss
     assert found[3e-2] < found[1e-9]
 
 
@@ -100,7 +100,7 @@ def test_a_host_can_be_trained_without_merging(host, folder, tmp_path):
 def test_the_best_is_that_of_the_highest_cider(host, folder, tmp_path, monkeypatch):
     values = iter([3.0, 7.0, 5.0])
 
-    def scored(written, source):
+    def scored(written, items):
         written.scores = captioning.metric.Scores({"CIDEr": next(values), "BLEU-4": 1.0}, {}, [])
         return written
 

@@ -121,7 +121,7 @@ class Merging:
             _CAN_RECORD_REGISTRY[str(cls)] = recorded  # what can be captured is looked up by class
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _rebind(self)
+        rebind(self)
         return super().forward(*args, **kwargs)
 
     def set_grad_checkpointing(self: Any, enable: bool = True) -> None:
@@ -152,7 +152,7 @@ class MeanPooled(Merging):
         """As the host's."""
         if not self.dtem.active:
             return super().forward(pixel_values=pixel_values, labels=labels, **kwargs)
-        _rebind(self)
+        rebind(self)
         x = tower_of(self)(pixel_values, **kwargs).last_hidden_state
         pooled = sized_mean(x, self.dtem.method.host.prefix)
         logits = self.classifier(torch.cat([x[:, 0], pooled], dim=1) if self.with_class else pooled)
@@ -269,7 +269,7 @@ class Asked(nn.Module):
         return out.last_hidden_state.mean(dim=1) if isinstance(seeing, GitVisionModel) else out.last_hidden_state[:, 0]
 
 
-def _rebind(model: Any) -> None:
+def rebind(model: Any) -> None:
     """In a replica of DataParallel plain references still point at the original."""
     if getattr(model, "_is_replica", False):
         layers_of(model).__dict__["merger"] = model.dtem

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git.modeling_git import GitEncoder, GitSelfAttention
 
 from dtem.adapters.base import Merger
-from dtem.adapters.hf import Anatomy, HfAdapter, Merging
+from dtem.adapters.hf import Anatomy, HfAdapter, Merging, rebind
 from dtem.adapters.hf_clip import ClipLayers
 from dtem.methods import Method
 from dtem.types import SIZE_FLOOR
@@ -138,6 +138,8 @@ def _exchanges(forward: Callable[..., Any]) -> Callable[..., Any]:
     def exchanging(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _exchange.get() is not None:
             return forward(self, *args, **kwargs)
+        if isinstance(self, Merging):
+            rebind(self)
         with _exchanging(kwargs.get("past_key_values")) as exchange:
             outputs = forward(self, *args, **kwargs)
             cache = getattr(outputs, "past_key_values", None)

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtem.cli import captioning, common, evaluate
@@ -16,14 +15,13 @@ from dtem.cli.contenders import REFERENCE, UNMERGED, contestants
 
 if TYPE_CHECKING:
     from dtem.handle import Handle
-    from dtem.tasks.captioning.data import Captions
     from dtem.tasks.captioning.evaluate import Written
 
 NAME = "eval"
 HELP = evaluate.HELP
 EXAMPLES = """\
 examples:
-  dtem eval --task captioning --model microsoft/git-base-coco --data coco/dataset_coco.json#test?images=coco \\
+  dtem eval --task captioning --model microsoft/git-base-coco --data "coco/dataset_coco.json#test?images=coco" \\
       --r 0,4,8,10,13 --adapter my.safetensors --out results
   dtem eval --task captioning --model runs/captioner --data flickr8k/captions.json#test --limit 100 --beams 1
 """
@@ -56,18 +54,22 @@ def run(args: argparse.Namespace) -> int:
     from dtem.tasks.captioning import evaluate as running
     from dtem.tasks.captioning import metric
     from dtem.tasks.captioning.data import open_captions
+    from dtem.tasks.classification import sources
     from dtem.tasks.classification.data import Loader, eval_transform
-    from dtem.tasks.classification.evaluate import evaluating
+    from dtem.tasks.classification.evaluate import evaluating, sample
     from dtem.types import DtemError
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise DtemError("--device cuda: torch sees no CUDA device here; use --device cpu")
     metric.check()
     style, rates = captioning.style(args), common.schedules(args.r)
-    source = _limited(open_captions(args.data), args.limit)
+    captions = open_captions(args.data)
     args.shortcut = False
     host: Any = captioning.build(args).to(args.device)  # type: ignore[arg-type]
     handles, lists = contestants(args, host)
+    source, left_out = sources.without(captions, {name for names in lists.values() for name in names})
+    if args.limit is not None:
+        source = sample(source, args.limit)
     ready = captioning.contenders(host, handles, rates)
     costs = {name: _cost(name, handles, host) for name in ready}
     transform = eval_transform(resolve_data_config(model=host))  # type: ignore[no-untyped-call]
@@ -77,24 +79,12 @@ def run(args: argparse.Namespace) -> int:
         evaluating(host, *(handle.model for handle in handles.values())),
         evaluate.progress(None, source.length) as advance,
     ):
-        written = running.compete(named, loader, style, args.device, advance)
-    found = {key: running.scored(part, source) for key, part in zip(ready, written.values(), strict=True)}
-    learned = {name for names in lists.values() for name in names}
-    document = _document(args, found, costs, loader.skipped, sum(Path(n).name in learned for n in source.names))
+        written = running.compete(named, loader, captions.items, style, args.device, advance)
+    found = {key: running.scored(part, captions.items) for key, part in zip(ready, written.values(), strict=True)}
+    document = _document(args, found, costs, loader.skipped, left_out)
     common.show(args, document, *_tables(document))
     _keep(args, document, found)
     return 0
-
-
-def _limited(source: "Captions", limit: int | None) -> "Captions":
-    import torch
-
-    from dtem.tasks.captioning.data import Captions
-
-    if limit is None or limit >= len(source.items):
-        return source
-    drawn = torch.randperm(len(source.items), generator=torch.Generator().manual_seed(0))[:limit]
-    return Captions(source.spec, source.folder, [source.items[index] for index in drawn.sort().values.tolist()])
 
 
 def _cost(name: tuple[str, str], handles: "Mapping[str, Handle]", host: Any) -> dict[str, int]:
@@ -119,7 +109,7 @@ def _document(
     found: "Mapping[tuple[str, str], Written]",
     costs: Mapping[tuple[str, str], dict[str, int]],
     skipped: Mapping[str, str],
-    learned: int,
+    left_out: int,
 ) -> dict[str, Any]:
     from dtem.measure import record
 
@@ -129,7 +119,7 @@ def _document(
         "data": record.plain_command(["", args.data])[1],
         "images": len(found[UNMERGED, "0"].captions),
         "unreadable": dict(skipped),
-        "trained_on": learned,
+        "left_out": left_out,
         "beams": args.beams,
         "device": args.device,
         "conventions": common.CONVENTIONS,
@@ -201,8 +191,8 @@ def _tables(document: Mapping[str, Any]) -> list[object]:
     notes += [f"{text}: {WAYS[text]}" for text in sorted(missing)]
     if document["unreadable"]:
         notes.append(f"left out: {len(document['unreadable'])} images that cannot be read, see --json")
-    if document["trained_on"]:
-        notes.append(f"{document['trained_on']} of the images are among those that an adapter was trained on")
+    if document["left_out"]:
+        notes.append(f"left out for all: {document['left_out']} images that an adapter was trained on")
     title = f"{document['model']}, {document['data']}, {document['device']}"
     return [common.table(title, ("method", "r", *metrics, "loss", *costs, *gains), rows, "\n".join(notes))]
 

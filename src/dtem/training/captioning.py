@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtem.handle import Handle
 from dtem.tasks.captioning import evaluate, metric
-from dtem.tasks.captioning.data import Captions, open_captions
+from dtem.tasks.captioning.data import Item, open_captions
 from dtem.tasks.captioning.evaluate import Written
 from dtem.tasks.captioning.loss import distill_loss, task_loss
 from dtem.tasks.classification.data import Batch, Loader, eval_transform
@@ -57,8 +57,10 @@ class Captioning:
             **ranks,
         )
         self.eval_loader, self.missing = None, ""
+        self.watched: list[Item] = []
         if config.eval_data:
             watched = open_captions(config.eval_data)
+            self.watched = watched.items
             self.missing = metric.check().get("CIDEr", "")
             self.eval_loader = Loader(watched, transform, EVAL_BATCH, bad=config.bad, **ranks)
 
@@ -91,16 +93,14 @@ class Captioning:
         """Captions and their scores by r, over all processes; nothing without evaluation data."""
         if self.eval_loader is None:
             return {}
-        source = self.eval_loader.source
-        assert isinstance(source, Captions)
         with evaluating(handle.model):
             ready = evaluate.at_rates(handle, self.config.eval_rates)
-            found = evaluate.compete(ready, self.eval_loader, self.config.style, self.accelerator.device)
+            found = evaluate.compete(ready, self.eval_loader, self.watched, self.config.style, self.accelerator.device)
         if self.accelerator.num_processes > 1:
             from accelerate.utils import gather_object
 
             found = {rate: evaluate.join(gather_object([part])) for rate, part in found.items()}
-        return {rate: evaluate.scored(part, source) for rate, part in found.items()}
+        return {rate: evaluate.scored(part, self.watched) for rate, part in found.items()}
 
     def score(self, found: Mapping[str, Written]) -> float:
         """Minus the mean CIDEr, or the loss where that cannot be had."""

@@ -71,7 +71,7 @@ def test_contenders_see_the_same_images_and_leave_no_trace(model, folder):
     handle = dtem.patch(copy.deepcopy(model), "tome", 3)
     style = Style(beams=1, longest=4)
     ready = {"none": lambda: model, **evaluate.at_rates(handle, ["0", "9"])}
-    found = evaluate.compete(ready, loader, style)
+    found = evaluate.compete(ready, loader, source.items, style)
     assert handle.r == 3
     assert found["none"].captions == found["0"].captions
     assert found["none"].losses == found["0"].losses

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtem.handle import Handle
-from dtem.tasks.captioning.data import Captions, Item
+from dtem.tasks.captioning.data import Item
 from dtem.tasks.captioning.loss import word_losses
 from dtem.tasks.captioning.metric import Scores, score
 from dtem.tasks.captioning.style import Style
@@ -98,23 +98,25 @@ def judge(model: Any, images: Tensor, items: Sequence[Item], style: Style) -> tu
 def compete(
     contenders: Mapping[str, Ready],
     loader: "Loader",
+    items: Sequence[Item],
     style: Style,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Written]:
-    """Every contender captions and judges every batch, in changing order, so that none always comes first."""
-    source = loader.source
-    assert isinstance(source, Captions)
+    """Every contender captions and judges every batch, in changing order, so that none always comes first.
+
+    The labels of `loader` are positions in `items` (`data.Captions`).
+    """
     found = {name: Written() for name in contenders}
     names = list(contenders)
     for turn, batch in enumerate(loader.epoch(0)):
         images = batch.images.to(device)
-        items = [source.items[index] for index in batch.labels.tolist()]
+        shown = [items[index] for index in batch.labels.tolist()]
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            _take_turn(found[name], contenders[name](), images, items, style)
+            _take_turn(found[name], contenders[name](), images, shown, style)
         if progress is not None:
-            progress(len(items))
+            progress(len(shown))
     if not found[names[0]].captions:
         raise DtemError("there is nothing to caption: the data held no image that could be read")
     return found
@@ -146,9 +148,9 @@ def join(parts: Sequence[Written]) -> Written:
     return whole
 
 
-def scored(written: Written, source: Captions) -> Written:
+def scored(written: Written, items: Sequence[Item]) -> Written:
     """With the metrics, against what people wrote."""
-    people = {item.name: item.captions for item in source.items}
+    people = {item.name: item.captions for item in items}
     written.scores = score(written.captions, {name: people[name] for name in written.captions})
     return written
 
