@@ -76,6 +76,7 @@ HOSTS: dict[str, Host] = {
     "clip": Host(vit("vit_base_patch32_clip_224")),
     "drop_path": Host(vit(drop_path_rate=0.4)),
     "lvvit": Host(vit("lvvit_s")),
+    "eva": Host(vit("eva02_tiny_patch14_224"), doors=False),
     "hf_vit": Host(hf("ViTForImageClassification"), doors=False),
     "hf_deit": Host(hf("DeiTForImageClassificationWithTeacher"), doors=False),
     "hf_dinov2": Host(hf("Dinov2WithRegistersForImageClassification", mlp_ratio=2), doors=False),
@@ -117,6 +118,8 @@ def _template(name: str) -> nn.Module:
 def lively(model: nn.Module) -> nn.Module:
     """Random weights of a size that matters: fresh ones (tiny class token, layer scale 1e-5) hide most mistakes."""
     for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            continue  # a temperature
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.normal_(1.0, 0.2)
         elif name.endswith("gamma"):

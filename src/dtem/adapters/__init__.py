@@ -14,6 +14,7 @@ ADAPTERS = {
     "hf_siglip": "dtem.adapters.hf_siglip:HfSiglip",
     "hf_vit": "dtem.adapters.hf_vit:HfVit",
     "segmenter": "dtem.adapters.segmenter:SegmenterAdapter",
+    "timm_eva": "dtem.adapters.timm_eva:TimmEva",
     "timm_vit": "dtem.adapters.timm_vit:TimmVit",
 }
 ORIGINS = {
@@ -22,6 +23,7 @@ ORIGINS = {
     "hf_siglip": "transformers",
     "hf_vit": "transformers",
     "segmenter": "dtem.hosts.segmenter",
+    "timm_eva": "timm",
     "timm_vit": "timm",
 }
 """The module that the models of a family come from."""
@@ -48,8 +50,24 @@ def find(model: nn.Module) -> Adapter:
             if reason:
                 raise DtemError(f"{type(model).__name__} is not supported: {reason}. Supported: {adapter.supported}")
             supported.append(adapter.supported)
+    reason = fixed_places(model)
+    if reason:
+        raise DtemError(f"{type(model).__name__} is not supported: {reason}")
     listed = "; ".join(supported) or "timm VisionTransformer models (install and import timm)"
     raise DtemError(f"{type(model).__name__} is not supported. Supported: {listed}")
+
+
+def fixed_places(model: nn.Module) -> str | None:
+    """Why a model that no adapter takes could not be taken: its attention goes by where patches are."""
+    named = [module for module in model.modules() if getattr(module, "window_size", None) is not None]
+    if any("Window" in type(module).__name__ or hasattr(module, "shift_size") for module in named):
+        return "its attention works in windows, which every patch has its place in; merged patches would leave holes"
+    if any(getattr(module, "relative_position_bias_table", None) is not None for module in model.modules()):
+        return (
+            "its attention adds a bias that belongs to a pair of places, and a merged token is in several; the mean "
+            "over them is a matrix for every image and head, which costs what merging saves and is not what was learned"
+        )
+    return None
 
 
 def asked(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dtem import ops
 from dtem.adapters import lean
 from dtem.adapters.base import Adapter, Merger, current_trace, finish, walk
+from dtem.adapters.images import channels, check_image
 from dtem.adapters.lean import Lean
 from dtem.adapters.timm_block import attention, last_attention, mlp, usable
 from dtem.hosts.lvvit import LvVit
@@ -75,15 +76,27 @@ class TimmVit(Adapter):
             prefix=model.num_prefix_tokens,
             patches=embed.num_patches,
             pooling=POOLING["map" if model.attn_pool is not None else model.global_pool],
-            image=(_channels(model), *embed.img_size),
+            image=(channels(model), *embed.img_size),
             masked=str(config.get("tag", "")).startswith("mae"),
-            class_token=model.has_class_token,
+            class_token=self.class_token(model),
             # As published for LV-ViT-S: 12 of 16.
             merging=3 * len(model.blocks) // 4 if isinstance(model, LvVit) else None,
         )
 
     def key_projections(self, model: VisionTransformer) -> list[tuple[Tensor, Tensor | None]]:
-        return [_head_mean_keys(block.attn) for block in model.blocks]
+        return [self.head_mean_keys(block.attn) for block in model.blocks]
+
+    def class_token(self, model: VisionTransformer) -> bool:
+        """Whether the first prefix token is one."""
+        return model.has_class_token
+
+    @torch.no_grad()
+    def head_mean_keys(self, attn: Attention) -> tuple[Tensor, Tensor | None]:
+        """Of one attention, the head-mean of the key projection."""
+        heads = (3, attn.num_heads, attn.head_dim)
+        weight = attn.qkv.weight.unflatten(0, heads)[1].mean(dim=0)
+        bias = None if attn.qkv.bias is None else attn.qkv.bias.unflatten(0, heads)[1].mean(dim=0)
+        return weight, bias
 
     def attach(self, model: VisionTransformer, merger: Merger) -> None:
         model.dtem = merger
@@ -94,15 +107,7 @@ class TimmVit(Adapter):
         del model.dtem
 
 
-@torch.no_grad()
-def _head_mean_keys(attn: Attention) -> tuple[Tensor, Tensor | None]:
-    heads = (3, attn.num_heads, attn.head_dim)
-    weight = attn.qkv.weight.unflatten(0, heads)[1].mean(dim=0)
-    bias = None if attn.qkv.bias is None else attn.qkv.bias.unflatten(0, heads)[1].mean(dim=0)
-    return weight, bias
-
-
-class _Merging:
+class Merging:
     """Mixed into the host's class by `attach`. `self` is a VisionTransformer with a `dtem` submodule."""
 
     dtem: Merger
@@ -123,7 +128,7 @@ class _Merging:
     def forward_features(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
         """Features of the tokens that are left. They carry their sizes to `forward_head`."""
         if not self.dtem.active and current_trace() is None:
-            _check_image(self, x)
+            check_image(self, x)
             return super().forward_features(x, **kwargs)
         tokens = self._walk(self._embed(x, **kwargs))
         finish(self.dtem.method, tokens)
@@ -161,7 +166,7 @@ class _Merging:
         if output_dict:
             options["output_dict"] = True
         if not self.dtem.active:
-            _check_image(self, x)
+            check_image(self, x)
             return super().forward_intermediates(x, **options, **kwargs)
         if self.dtem.method.soft:
             raise DtemError("intermediate grids exist for hard merging only; set handle.mode = 'hard' first")
@@ -196,14 +201,14 @@ class _Merging:
         """Image to tokens, by the host's own steps before its blocks."""
         if attn_mask is not None or is_causal:
             raise DtemError("attn_mask and is_causal cannot be used while tokens are merged; set handle.r = 0")
-        _check_image(self, x)
+        check_image(self, x)
         return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
 
     def _walk(self: Any, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
         """Tokens through the first `blocks` blocks (all by default), merging on the way; their full grids go into
         `grids`."""
         memory = lean.begin(x)
-        seen = None if grids is None else lambda tokens: grids.append(_grid(tokens, self.num_prefix_tokens))
+        seen = None if grids is None else lambda tokens: grids.append(grid(tokens, self.num_prefix_tokens))
         return walk(
             self.dtem, x, self.blocks[:blocks], functools.partial(_halves, memory), self.grad_checkpointing, seen
         )
@@ -214,7 +219,8 @@ def _halves(memory: Lean | None, block: Block) -> tuple[Callable[..., Any], Call
     return functools.partial(attention, block, space), functools.partial(mlp, block, space)
 
 
-def _grid(tokens: Tokens, prefix: int) -> Tensor:
+def grid(tokens: Tokens, prefix: int) -> Tensor:
+    """Every patch in its place again, behind the prefix."""
     return torch.cat([tokens.x[:, :prefix], ops.unmerge(tokens.x, tokens.source)], dim=1)
 
 
@@ -229,30 +235,6 @@ def _sizes(features: Tensor, pool: str) -> Tensor:
     return size
 
 
-def _channels(model: VisionTransformer) -> int:
-    """Of an image: what the first convolution takes."""
-    return next(module.in_channels for module in model.patch_embed.modules() if isinstance(module, nn.Conv2d))
-
-
-def _check_image(model: VisionTransformer, x: Tensor) -> None:
-    """Refuse an image that the host would refuse, with a message that helps."""
-    embed, channels = model.patch_embed, _channels(model)
-    if x.ndim != 4 or x.shape[1] != channels:
-        raise DtemError(f"expected images of shape (batch, {channels}, height, width), got {tuple(x.shape)}")
-    size, wanted = tuple(x.shape[-2:]), tuple(embed.img_size)
-    if embed.strict_img_size and size != wanted:
-        raise DtemError(
-            f"the image is {size[0]}×{size[1]}, the model takes {wanted[0]}×{wanted[1]}: resize it, or build the "
-            "model with dynamic_img_size=True (or img_size=…)"
-        )
-    rest = [side % patch for side, patch in zip(size, embed.patch_size, strict=True)]
-    if any(rest) and not embed.dynamic_img_pad:
-        raise DtemError(
-            f"the image is {size[0]}×{size[1]}, which patches of {embed.patch_size[0]}×{embed.patch_size[1]} do not "
-            "divide: resize it, or build the model with dynamic_img_pad=True"
-        )
-
-
 class _Replay(nn.Module):
     """Stands in for a block whose output is known already."""
 
@@ -260,7 +242,7 @@ class _Replay(nn.Module):
         super().__init__()
         self.state = state
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         return self.state
 
 
@@ -273,15 +255,15 @@ def _replay(model: Any, x: Tensor, states: list[Tensor], options: dict[str, Any]
     return stand_in.forward_intermediates(x, **options)
 
 
-class MergingVisionTransformer(_Merging, VisionTransformer):
+class MergingVisionTransformer(Merging, VisionTransformer):
     """timm's VisionTransformer, merging."""
 
 
-class MergingVisionTransformerDistilled(_Merging, VisionTransformerDistilled):
+class MergingVisionTransformerDistilled(Merging, VisionTransformerDistilled):
     """timm's VisionTransformerDistilled, merging."""
 
 
-class MergingLvVit(_Merging, LvVit):
+class MergingLvVit(Merging, LvVit):
     """LV-ViT, merging. Copies of a token have its scores, so the best merged token is the best patch: nothing needs to
     be unmerged for the head. What inference would not have (in soft mode, tokens merged away; padding) is passed over.
     """

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dtem.cli import hub_models
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -20,7 +22,7 @@ CONVENTIONS = {
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that every verb on a model takes."""
-    parser.add_argument("model", metavar="MODEL", help="timm name, e.g. deit_small_patch16_224")
+    parser.add_argument("model", metavar="MODEL", help="timm name, e.g. deit_small_patch16_224, or hf:NAME or a folder")
     parser.add_argument(
         "--method", metavar="NAME", help="default dtem (untrained it merges as tome does); docs/methods.md has them all"
     )
@@ -73,7 +75,9 @@ def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
 
 
 def create(name: str, **options: Any) -> "nn.Module":
-    """timm's model of that name, or ours; an unknown one is refused with the names nearest to it."""
+    """timm's model of that name, or ours, or one of transformers; an unknown one is refused with the nearest names."""
+    if hub_models.named(name):
+        return hub_models.create(name, **options)
     import timm
 
     import dtem.hosts  # noqa: F401 - adds ours to timm's
