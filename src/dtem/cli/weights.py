@@ -20,7 +20,7 @@ _SHOWN = 3
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Load every weight of `model` from `path`; nothing may be missing, left over or of another shape."""
     path = Path(path)
-    state = _as_timm(model, _unwrap(_read(path), path), path)
+    state = _without_head(model, _as_timm(model, _unwrap(_read(path), path), path))
     problems = _problems(model.state_dict(), state)
     if problems:
         raise DtemError(f"{path.name} does not fit the model: {'; '.join(problems)}{_hint(model, state)}")
@@ -68,6 +68,15 @@ def _as_timm(model: nn.Module, state: dict[str, Tensor], path: Path) -> dict[str
         return dict(convert(state, model))
     except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise DtemError(f"{path.name} does not fit the model: timm cannot convert it ({error!r})") from error
+
+
+def _without_head(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model without classes (``--classes 0``) gives features: what a file has for its classifier is left out."""
+    if getattr(model, "num_classes", None) != 0:
+        return state
+    named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    heads = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
+    return {name: tensor for name, tensor in state.items() if not name.startswith(heads)}
 
 
 def _problems(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dtem.handle import Handle
 from dtem.tasks.classification import evaluate, outcomes
 from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, mixup_of, train_transform
-from dtem.tasks.classification.loss import distill_loss, task_loss
+from dtem.tasks.classification.loss import distill_loss, feature_loss, task_loss
 from dtem.tasks.classification.sources import open_source
 from dtem.training.config import TrainConfig
 from dtem.training.tasks import Forward, share_of
@@ -30,6 +30,11 @@ class Classification:
         self.accelerator = accelerator
         self.classes = int(getattr(model, "num_classes", 0)) or None
         self.mixup = mixup_of(config.augment, self.classes or 1, config.smoothing)
+        if self.classes is None and (config.loss != "distill" or config.eval_data):
+            raise DtemError(
+                f"the model has no classifier, so loss = {config.loss!r} and eval_data = {config.eval_data!r} mean "
+                "nothing to it: train with --loss distill and no --eval-data, and judge it by `dtem eval --knn`"
+            )
         self.loader = self._training_loader(data_config)
         self.eval_loader = self._evaluation_loader(data_config) if config.eval_data else None
 
@@ -84,8 +89,14 @@ class Classification:
         if config.loss != "distill":
             parts.append(task_loss(logits, target, config.smoothing))
         if taught is not None:
-            parts.append(distill_loss(logits, taught, config.distill_temperature))
+            parts.append(self._distance(logits, taught))
         return sum(parts[1:], parts[0])
+
+    def _distance(self, said: Tensor, taught: Tensor) -> Tensor:
+        """From what the unmerged model says: between probabilities, or without a classifier between features."""
+        if self.classes is None:
+            return feature_loss(said, taught)
+        return distill_loss(said, taught, self.config.distill_temperature)
 
     def evaluate(self, handle: Handle) -> dict[str, outcomes.Outcomes]:
         """Outcomes by r, over all processes; nothing without evaluation data."""

@@ -17,6 +17,11 @@ def task_loss(
     return F.cross_entropy(logits, target, label_smoothing=smoothing, ignore_index=-1)
 
 
+def feature_loss(features: Float[Tensor, "b c"], teacher: Float[Tensor, "b c"]) -> Float[Tensor, ""]:
+    """1 − cosine: the merged model's features are to point where the unmerged one's do."""
+    return 1 - F.cosine_similarity(features, teacher, dim=-1).mean()
+
+
 def distill_loss(
     logits: Float[Tensor, "b k"], teacher: Float[Tensor, "b k"], temperature: float = 1.0
 ) -> Float[Tensor, ""]:
