@@ -143,7 +143,48 @@ def _difference(found: dict[str, float], digits: int) -> str:
     return "{value:+.{d}f} ({low:+.{d}f} … {high:+.{d}f})".format(**found, d=digits)
 
 
-TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[list[str]]]]] = {
+def adaptive(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["tokens compared by", "GFLOPs, mean (quartiles)", "r", "top-1 %", "cross-entropy", "points (95 %)"]]
+    for row in rows:
+        low, high = (f"{value / 1e9:.2f}" for value in row["macs_quartiles"] or (0, 0))
+        spread = f" ({low}–{high})" if row["macs_quartiles"] else ""
+        answers = [f"{row['top1']:.1f}", f"{row['cross_entropy']:.3f}", _gain(row["against_constant"])]
+        table.append([row["metric"], f"{row['macs'] / 1e9:.3f}{spread}", row["kind"], *answers])
+    return table
+
+
+def learned_schedule(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["seed", "schedule", "r", "GFLOPs", "top-1 %", "cross-entropy", "points against constant (95 %)"]]
+    for row in rows:
+        if "seed" in row:
+            numbers = [f"{row['gmacs']:.3f}", f"{row['top1']:.1f}", f"{row['loss']:.3f}"]
+            table.append([str(row["seed"]), row["schedule"], row["r"], *numbers, _gain(row["against_constant"])])
+        else:
+            mean = f"{row['loss']['value']:+.3f}"
+            table.append([f"{row['seeds']} seeds", row["schedule"], "", "", "", mean, _gain(row)])
+    return table
+
+
+def rivals(results: dict[str, Any]) -> list[list[str]]:
+    table = [
+        ["method", "learned", "budget", "GFLOPs", "top-1 %", "points to ToMe (95 %)", "speed-up, batch 1", "at 32"]
+    ]
+    for row in results["rows"]:
+        gigas = f"{row['macs'] / 1e9:.3f}"
+        faster = [_spread(row["speedup"][size]) for size in ("1", "32")]
+        gain = _gain(row["against_tome"])
+        table.append([row["method"], row["learned"], row["r"], gigas, f"{row['top1']:.1f}", gain, *faster])
+    return table
+
+
+def _gain(pair: dict[str, Any] | None) -> str:
+    return "" if pair is None else "{value:+.1f} ({low:+.1f} … {high:+.1f})".format(**pair["top1"])
+
+
+TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
+    "adaptive": ("adaptive", adaptive),
+    "learned-schedule": ("learned_schedule", learned_schedule),
+    "rivals": ("rivals", rivals),
     "speed": ("speed", speed),
     "speed-short": ("speed", speed_short),
     "grouping": ("grouping", grouping),
