@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TABLED = ("benchmarks", "training", "captioning", "segmentation")
+TABLED = ("benchmarks", "training", "methods", "captioning", "segmentation")
 PAGES = [HERE.parent / "README.md", *(HERE.parent / "docs" / f"{page}.md" for page in TABLED)]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
@@ -178,7 +178,7 @@ def rivals(results: dict[str, Any]) -> list[list[str]]:
 
 
 def _gain(pair: dict[str, Any] | None) -> str:
-    return "" if pair is None else "{value:+.1f} ({low:+.1f} … {high:+.1f})".format(**pair["top1"])
+    return "" if pair is None else _difference(pair["top1"], 1)
 
 
 TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
