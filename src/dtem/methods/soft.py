@@ -30,10 +30,17 @@ class SoftConfig(Config):
     """Soft grouping sees only each A token's best few B tokens; None: all."""
     exclude: str = "mass"
     """Which tokens leave the merging after a soft merge: "mass" (those that inference removes) or "size"."""
+    sparse: bool = False
+    """Tokens that leave the merging give away all of themselves and are computed on no more: training takes half the
+    time and learns somewhat less (docs/training.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("exclude", self.exclude, ("mass", "size"))
+        if not isinstance(self.sparse, bool):
+            raise DtemError(f"sparse = {self.sparse!r} must be True or False")
+        if self.sparse and self.exclude != "mass":
+            raise DtemError(f"sparse = True goes with exclude = 'mass', not {self.exclude!r}: only A tokens can leave")
         for name in ("temperature", "scale"):
             check_positive(name, getattr(self, name))
         check_count("candidates", self.candidates)
@@ -115,5 +122,10 @@ class SoftMethod(Method):
         config, prefix = self.config, self.host.prefix
         similarity = ops.cosine(metric, prefix, tokens.excluded)
         edges = self.edges(similarity, steps, gates)
+        if config.sparse:
+            edges = ops.give_all(edges, r)
         merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
+        if config.sparse:
+            left = merged.x.shape[1] - r
+            return tokens.replace(x=merged.x[:, :left], size=merged.size[:, :left], source=None)
         return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)

@@ -10,7 +10,7 @@ from dtem.ops.dense import kept_rows, merge_along, unmerge_along
 from dtem.ops.density import density_peaks
 from dtem.ops.grouping import gumbel_group, row_mass, soft_group, step_gates
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
-from dtem.ops.merging import SoftMerge, merge, soft_merge, take
+from dtem.ops.merging import SoftMerge, give_all, merge, soft_merge, take
 from dtem.ops.pruning import fuse, prune, pruned_source
 from dtem.ops.sampling import sample
 from dtem.ops.squeezing import find_hosts, squeeze
@@ -27,6 +27,7 @@ __all__ = [
     "density_peaks",
     "find_hosts",
     "fuse",
+    "give_all",
     "gumbel_group",
     "kept_rows",
     "limit",

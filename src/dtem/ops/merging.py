@@ -146,6 +146,19 @@ def soft_merge(
     )
 
 
+def give_all(edges: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
+    """Edges by which the r rows that give away most give away all: E_ij ← E_ij / Σ_j E_ij there.
+
+    What those tokens keep is nothing, so they need not be computed on (sparse training). The other rows keep their
+    share, through which the loss still says who should be among the r; to whom these give is what their own rows learn.
+    """
+    given = edges.sum(dim=2)
+    order = torch.sort(given.detach(), dim=1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(given).scatter(1, order[:, :r], 1.0).bool()
+    whole = given.clamp(min=torch.finfo(given.dtype).tiny)
+    return edges / torch.where(chosen, whole, 1.0).unsqueeze(2)
+
+
 def _exclusion_order(
     given: Float[Tensor, "b i"], size: Float[Tensor, "b k"], r: int, exclude: str
 ) -> Int[Tensor, "b k"]:
