@@ -83,7 +83,7 @@ def _mlp(block: Block, space: Lean | None, x: Tensor | None, h: Tensor) -> Tenso
     inner = block.mlp
     if space is None or type(inner) is not Mlp or type(inner.act) is not nn.GELU:
         return _plus(x, _call(block.drop_path2, _call(block.ls2, inner(h))))
-    h = torch.ops.aten.gelu_(space.linear(inner.fc1, h), approximate=inner.act.approximate)
+    h = space.gelu(inner.fc1, h, inner.act.approximate)
     h = _chain((inner.drop1, inner.norm), h)
     after = (inner.drop2, block.ls2, block.drop_path2)
     if x is not None and all(map(lean.idle, after)):
