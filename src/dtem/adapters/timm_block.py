@@ -7,7 +7,6 @@ is normalised already, and leave the residual to the caller.
 import functools
 from collections.abc import Sequence
 
-import torch
 from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
