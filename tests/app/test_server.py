@@ -58,7 +58,7 @@ def test_it_listens_on_this_machine_alone(url: str) -> None:
 def test_fifty_requests_at_once_are_all_answered(url: str, bad: Path) -> None:
     from gradio_client import Client, handle_file
 
-    client = Client(url, verbose=False)
+    client = Client(url, verbose=False, httpx_kwargs={"timeout": PATIENCE})
     asked = [(None, 0, "tiny", ["tome"], 1 + turn % 8, 1 + turn % 3) for turn in range(44)]
     wrong = [
         (handle_file(bad), 0, "tiny", ["tome"], 4, 1),
