@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from dtem import ops
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+NEAR = 0.02
+"""Edges whose cosines differ by less than this nearly tie."""
 
 
 @dataclass
@@ -45,23 +47,21 @@ def watched(force: list[Choice] | None = None) -> Iterator[list[Choice]]:
         yield seen
 
 
-def compare(exact: Choice, half: Choice) -> tuple[int, int, float]:
-    """Merged tokens that are the same (token and partner), of how many, and the largest gap of those that are not."""
+def compare(exact: Choice, half: Choice) -> tuple[int, list[float]]:
+    """How many tokens are merged, and the gaps of those that the half model merges otherwise (token or partner)."""
     prefix = exact.prefix
     first, second = prefix + prefix % 2, prefix + 1 - prefix % 2
     z = torch.nn.functional.normalize(exact.metric.double(), dim=-1)
     similarity = z[:, first::2] @ z[:, second::2].mT
-    same = total = 0
-    gap = 0.0
+    total, gaps = 0, []
     for image, table in enumerate(similarity):
         ours, theirs = (_edges(choice, image, first, second) for choice in (exact, half))
-        same += len(ours.items() & theirs.items())
         total += len(ours)
         weakest = min((float(table[a, b]) for a, b in ours.items()), default=0.0)
         for a, b in theirs.items() - ours.items():
             # By how much float32 finds this edge weaker than what it took itself.
-            gap = max(gap, (float(table[a, ours[a]]) if a in ours else weakest) - float(table[a, b]))
-    return same, total, gap
+            gaps.append((float(table[a, ours[a]]) if a in ours else weakest) - float(table[a, b]))
+    return total, gaps
 
 
 def _edges(choice: Choice, image: int, first: int, second: int) -> dict[int, int]:
@@ -72,20 +72,29 @@ def _edges(choice: Choice, image: int, first: int, second: int) -> dict[int, int
 
 
 @torch.no_grad()
-def probe(model: nn.Module, images: Tensor, dtype: torch.dtype) -> dict[str, float]:
-    """Half precision against float32, for a patched model."""
-    half = copy.deepcopy(model).to(dtype)
+def probe(model: nn.Module, images: Tensor, dtype: torch.dtype, autocast: bool = False) -> dict[str, float]:
+    """Half precision against float32, for a patched model: the whole model in `dtype`, or autocast to it."""
+    half = copy.deepcopy(model)
+    half = half if autocast else half.to(dtype)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            return half(images if autocast else images.to(dtype)).float()
+
     with watched() as exact:
         expected = model(images)
     with watched(force=exact) as asked:
-        half(images.to(dtype))
+        run()
     counts = [compare(*pair) for pair in zip(exact, asked, strict=True)]
-    logits = half(images.to(dtype)).float()
+    merged = sum(total for total, _ in counts)
+    gaps = [gap for _, found in counts for gap in found]
+    logits = run()
     difference = (logits - expected).abs().amax(dim=1)
     return {
         "images": len(images),
-        "merged_the_same": sum(same for same, _, _ in counts) / sum(total for _, total, _ in counts),
-        "largest_gap": max(gap for _, _, gap in counts),
+        "merged_the_same": 1 - len(gaps) / merged,
+        "not_near": sum(gap > NEAR for gap in gaps) / merged,
+        "largest_gap": max(gaps, default=0.0),
         "typical_difference": float(difference.median()),
         "largest_difference": float(difference.max()),
         "logit_range": float(expected.max() - expected.min()),
@@ -120,8 +129,10 @@ def main() -> None:
     for r in map(int, args.r.split(",")):
         handle.r = r
         for name, dtype in DTYPES.items():
-            rows.append({"model": args.model, "r": r, "dtype": name, **probe(host, images, dtype)})
-            print(rows[-1], flush=True)
+            for autocast in (False, True):
+                found = probe(host, images, dtype, autocast)
+                rows.append({"model": args.model, "r": r, "dtype": name, "autocast": autocast, **found})
+                print(rows[-1], flush=True)
     common.keep("precision", rows, args)
 
 

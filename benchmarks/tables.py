@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TABLED = ("benchmarks", "training", "methods", "captioning", "segmentation")
+TABLED = ("benchmarks", "training", "methods", "captioning", "segmentation", "export")
 PAGES = [HERE.parent / "README.md", *(HERE.parent / "docs" / f"{page}.md" for page in TABLED)]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
@@ -181,6 +181,27 @@ def _gain(pair: dict[str, Any] | None) -> str:
     return "" if pair is None else _difference(pair["top1"], 1)
 
 
+def precision(rows: list[dict[str, Any]]) -> list[list[str]]:
+    head = ["model", "r", "precision", "merged the same", "of the rest, no near tie", "logits: typical difference"]
+    table = [[*head, "same class"]]
+    for row in rows:
+        name = f"autocast {row['dtype']}" if row["autocast"] else row["dtype"]
+        shares = f"{100 * row['merged_the_same']:.1f} %", f"{100 * row['not_near']:.2f} % of all"
+        difference = f"{row['typical_difference']:.2g} (they span {row['logit_range']:.0f})"
+        same = f"{row['same_class']} of {row['images']}"
+        table.append([NAMES[row["model"]], str(row["r"]), name, *shares, difference, same])
+    return table
+
+
+def export_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["model", "batch", "r", "MACs ratio", "speed-up", "of the ratio", "unmerged", "merged"]]
+    for row in rows:
+        times = [f"{row[key]:.1f} ms" for key in ("unmerged_milliseconds", "milliseconds")]
+        first = [NAMES[row["model"]], str(row["batch"]), str(row["r"]), f"{row['macs_ratio']:.2f}"]
+        table.append([*first, _spread(row["speedup"]), f"{row['of_macs_ratio']:.2f}", *times])
+    return table
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "adaptive": ("adaptive", adaptive),
     "learned-schedule": ("learned_schedule", learned_schedule),
@@ -193,6 +214,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "operations": ("operations", operations),
     "training-step": ("training_step", training_step),
     "memory": ("memory", memory),
+    "precision": ("precision", precision),
+    "export-speed": ("export_speed", export_speed),
     "captioning": ("captioning", captioning),
     "captioning-speed": ("captioning_speed", captioning_speed),
     "segmentation": ("segmentation_proof", segmentation),
