@@ -54,7 +54,8 @@ def test_every_verb_is_listed_by_its_own_name() -> None:
         module = sys.modules.get(path) or __import__(path, fromlist=["NAME"])
         assert name == module.NAME
     verbs = {stem for stem in files if "NAME" in _assigned(SOURCE / "dtem" / "cli" / f"{stem}.py")}
-    assert verbs == {path.rpartition(".")[2] for path in cli.VERBS.values()}
+    by_task = [path for files in cli.tasks.VERBS.values() for path in files.values()]
+    assert verbs == {path.rpartition(".")[2] for path in [*cli.VERBS.values(), *by_task]}
 
 
 def _assigned(path: Path) -> set[str]:
