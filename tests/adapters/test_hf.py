@@ -207,6 +207,12 @@ def test_the_command_line_takes_a_folder(tmp_path, capsys, prefix):
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
 
 
+def test_the_command_line_does_not_guess_how_images_are_made(tmp_path, capsys):
+    fresh("hf_vit").save_pretrained(tmp_path / "vit")
+    assert cli.main(["eval", "--model", str(tmp_path / "vit"), "--data", str(tmp_path)]) == 2
+    assert "patch it in Python" in capsys.readouterr().err
+
+
 def test_the_command_line_refuses_what_is_no_model(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["flops", str(tmp_path)]) == 2

@@ -59,6 +59,8 @@ def schedules(text: str) -> list[str]:
 
 def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
     """The host model that the options describe, in eval mode. Created on whatever `torch.device` context is active."""
+    if hub_models.named(args.model) and (getattr(args, "data", None) or getattr(args, "weights", None)):
+        raise _only_counted(args.model)
     options["pretrained"] = getattr(args, "pretrained", False)
     if args.img_size is not None:
         options["img_size"] = image_size(args.img_size)
@@ -72,6 +74,15 @@ def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
 
         load_weights(model, args.weights)
     return model
+
+
+def _only_counted(name: str) -> Exception:
+    from dtem.types import DtemError
+
+    return DtemError(
+        f"{name}: models of transformers are counted and timed here; to train or evaluate one, patch it in "
+        "Python (dtem.patch) and use your own images as its processor makes them"
+    )
 
 
 def create(name: str, **options: Any) -> "nn.Module":

@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> Measured:
     _check(args)
     specs = common.schedules(args.r)
     args.pretrained = args.weights is None
-    if args.knn is not None:
+    if getattr(args, "knn", None) is not None:
         args.classes = 0
     host = common.build(args).to(args.device)
     handles, lists = contestants(args, host)
