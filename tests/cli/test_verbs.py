@@ -17,7 +17,8 @@ QUICK = {
     "bench": ["bench", "test_vit", "--r", "0,8", "--batch", "1,2", "--rounds", "2", "--warmup", "0"],
     "models": ["models"],
 }
-ELSEWHERE = {"compare", "demo", "eval", "train"}  # each in a file of its own
+# Each of these has a file of its own.
+ELSEWHERE = {"app", "calibrate", "caption", "compare", "demo", "eval", "export", "predict", "show", "train"}
 
 
 @pytest.fixture
