@@ -86,11 +86,12 @@ def memory(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def training_step(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["model", "batch", "r", "unmerged, frozen", "soft", "cost"]]
-    for base, soft in zip(rows[::2], rows[1::2], strict=True):
-        times = [f"{row['seconds']:.2f} s" for row in (base, soft)]
+    table = [["model", "batch", "r", "unmerged, frozen", "soft", "cost", "sparse", "sparse over soft"]]
+    for base, soft, sparse in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        times = [f"{row['seconds']:.2f} s" for row in (base, soft, sparse)]
         cost = f"{1 / soft['speedup']['median']:.2f} ×"
-        table.append([NAMES[base["model"]], str(base["batch"]), str(base["r"]), *times, cost])
+        gain = f"{sparse['speedup']['median'] / soft['speedup']['median']:.2f} × faster"
+        table.append([NAMES[base["model"]], str(base["batch"]), str(base["r"]), *times[:2], cost, times[2], gain])
     return table
 
 

@@ -3,7 +3,8 @@
 python benchmarks/training_step.py        DeiT-T and DeiT-S, batch 16, r = 16
 
 "unmerged" is the frozen host with gradients flowing back to the output of its first block, which is as far as they
-flow when its embeddings learn; "soft" is the relaxed, merging model.
+flow when its embeddings learn; "soft" is the relaxed, merging model, and "sparse" the one that drops tokens that have
+left the merging.
 """
 
 import argparse
@@ -29,9 +30,9 @@ def unmerged(host: nn.Module) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def soft(host: nn.Module, r: int) -> nn.Module:
+def soft(host: nn.Module, r: int, sparse: bool = False) -> nn.Module:
     model = copy.deepcopy(host)
-    dtem.patch(model, r=r).mode = "soft"
+    dtem.patch(model, r=r, sparse=sparse).mode = "soft"
     return model
 
 
@@ -57,6 +58,7 @@ def main() -> None:
         contenders = {
             "unmerged": step(unmerged(host)),
             "soft": step(soft(host, args.r)),
+            "sparse": step(soft(host, args.r, sparse=True)),
         }
         timing = throughput.compare(contenders, torch.randn(args.batch, 3, 224, 224), args.rounds)
         for label, found in timing.items():
