@@ -157,7 +157,8 @@ def _compete(
     from dtem.tasks.segmentation.views import eval_transform
 
     forwards = {contender.name: contender.forward for contender in contenders}
-    kept, left = None, source
+    kept: running.Kept | None = None
+    left: Any = source
     if args.out is not None:
         kept = running.Kept(segmentation.folder(args.out), _about(args, host, handles, inference), list(forwards))
         rest = running.images_left(source, kept.done)

@@ -147,10 +147,9 @@ def labels(args: argparse.Namespace, host: "nn.Module") -> list[str] | None:
             raise DtemError(f"--labels {args.labels} cannot be read: {error}") from error
     if getattr(host, "num_classes", None) != 1000:
         return None
-    from timm.data import ImageNetInfo
+    from timm.data.imagenet_info import ImageNetInfo
 
-    names: list[str] = ImageNetInfo("imagenet-1k").label_descriptions()  # type: ignore[no-untyped-call]
-    return names
+    return list(ImageNetInfo("imagenet-1k").label_descriptions())
 
 
 def measured(handle: "Handle", path: Path, batches: "list[tuple[Tensor, Tensor | None]]") -> dict[str, Any] | None:

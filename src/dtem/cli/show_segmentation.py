@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     pixels = np.asarray(image)
     mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
     x = (torch.from_numpy(pixels.copy()).movedim(-1, 0) / 255 - mean) / std
-    grid = tuple(-(-side // step) for side, step in zip(size, model.patch, strict=True))
+    (height, width), (rise, run_) = size, model.patch
+    grid = (-(-height // rise), -(-width // run_))
     padded = np.pad(pixels, [(0, g * s - n) for g, s, n in zip(grid, model.patch, size, strict=True)] + [(0, 0)])
 
     rows: list[list[Image.Image]] = []

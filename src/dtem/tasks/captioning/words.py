@@ -30,7 +30,7 @@ def build(captions: Iterable[str], least: int = 3) -> "PreTrainedTokenizerFast":
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A {END}", special_tokens=list(ids.items())
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         unk_token=UNKNOWN,

@@ -29,7 +29,7 @@ def compete(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
-    after: Callable[[dict[str, Areas]], None] | None = None,
+    after: Callable[[dict[str, Areas]], object] | None = None,
 ) -> dict[str, Areas]:
     """Run every contender on every image, in changing order, so that none always comes first.
 
