@@ -122,16 +122,18 @@ def judge(args: argparse.Namespace, seeds: list[int]) -> list[dict]:
     """Every contender on every image, then the table."""
     model, source = host(args), open_pairs(parts(args)[args.judge])
     handles = {"tome": dtem.patch(host(args), "tome")}
-    for seed in seeds:
-        handles[f"dtem-{seed}"] = dtem.from_pretrained(
-            args.work / folder(args, seed) / "adapter.safetensors", host(args), r=0
-        )
+    files = [args.work / folder(args, seed) / "adapter.safetensors" for seed in seeds]
+    for seed, file in zip(seeds, files, strict=True):
+        handles[f"dtem-{seed}"] = dtem.from_pretrained(file, host(args), r=0)
+    if args.judge == "held":  # what else is to be chosen: whether attention goes by sizes
+        handles["tome-plain"] = dtem.patch(host(args), "tome", proportional=False)
     timed = {"none": Timed(model)}
     for label, handle in handles.items():
         timed |= {f"{label}-{ratio}": Timed(forward) for ratio, forward in at_rates(handle, RATIOS).items()}
     out = args.work / f"{args.judge}{'-'.join(['', *sorted(args.set)])}"
     out.mkdir(parents=True, exist_ok=True)
-    kept = evaluate.Kept(out, f"{args.judge}, {source.length} images", list(timed))
+    weights = [record.data_hash(file)[:12] for file in (args.work / "host" / "best_model.safetensors", *files)]
+    kept = evaluate.Kept(out, f"{args.judge}, weights {' '.join(weights)}", list(timed))
     found = kept.found
     if (left := evaluate.images_left(source, kept.done)) is not None:
         transform = eval_transform(resolve_data_config(model=model), source.classes)
@@ -164,8 +166,8 @@ def table(found: dict[str, Areas], handles: dict, model, seeds: list[int], speed
 
     rows = [row("none", "0", [found["none"]], counted(model), speeds["none"])]
     for ratio in RATIOS:
-        for method in ("tome", "dtem"):
-            labels = ["tome"] if method == "tome" else [f"dtem-{seed}" for seed in seeds]
+        for method in [name for name in ("tome-plain", "tome", "dtem") if name == "dtem" or name in handles]:
+            labels = [f"dtem-{seed}" for seed in seeds] if method == "dtem" else [method]
             handle = handles[labels[0]]
             handle.r = ratio
             areas = [found[f"{label}-{ratio}"] for label in labels]

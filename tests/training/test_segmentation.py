@@ -1,0 +1,157 @@
+"""Runs on a tiny Segmenter: what learns, by which loss, and that a stopped run ends as one that was not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import dtem
+from dtem.hosts.segmenter import LinearDecoder, Segmenter, plain_encoder
+from dtem.training.config import TrainConfig, build, flat, presets, resolve
+from dtem.training.loop import train
+from dtem.training.tasks import TASKS, open_task
+from dtem.types import DtemError
+from tasks.segmentation.scenes import folder
+
+CONFIG: dict[str, Any] = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(tmp_path_factory.mktemp("scenes") / "set")
+
+
+def model(classes: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return Segmenter(plain_encoder(32, 3, 8, (32, 32)), LinearDecoder(32, classes), "tiny")
+
+
+def settings(scenes: Path, out: Path, **changes: Any) -> TrainConfig:
+    base = {"task": "segmentation", "data": str(scenes), "out": str(out), "batch": 3, "updates": 4, "workers": 0}
+    base |= {"r": "40%", "lr": 1e-2, "host_lr": 1e-3, "options": {"relaxed": 3}, "drop_path": 0.0}
+    return build({**base, **changes})
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: part.clone() for name, part in module.state_dict().items()}
+
+
+def test_modular_changes_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
+    host = model()
+    before = state(host)
+    config = settings(scenes, tmp_path, eval_data=str(scenes), eval_r="0,40%", eval_every=2)
+    result = train(host, config, CONFIG)
+    after = state(host)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    start = state(dtem.patch(model(), relaxed=3).model)
+    still = [name for name in after if name not in before and torch.equal(after[name], start[name])]
+    assert still == [], "every component's embedding learns, those of the last block too"
+    assert set(result.metrics) == {"0", "40%"}
+    assert set(result.metrics["0"]) == {"miou", "pixel_accuracy", "class_accuracy"}
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    scores = [line for line in lines if "eval/score" in line]
+    mean = sum(scores[-1][f"eval/miou_r{rate}"] for rate in ("0", "40%")) / 2
+    assert scores[-1]["eval/score"] == pytest.approx(100 - mean)
+    loaded = dtem.from_pretrained(tmp_path / "adapter.safetensors", model())
+    assert loaded.plan == (6, 6, 6)  # 40 % of 16 patches
+    x = torch.randn(1, 3, 32, 48)
+    torch.testing.assert_close(loaded.model.eval()(x), host(x))
+
+
+def test_the_host_learns_without_merging(scenes: Path, tmp_path: Path) -> None:
+    host = model()
+    config = settings(
+        scenes,
+        tmp_path,
+        mode="finetune",
+        method="tome",
+        options={},
+        r="0",
+        updates=60,
+        batch=6,
+        host_lr=3e-3,
+        eval_data=str(scenes),
+        eval_r="0",
+        eval_every=60,
+        photometric=False,
+        scales=(1.0, 1.0),
+    )
+    result = train(host, config, CONFIG)
+    assert result.metrics["0"]["miou"] > 50, "three colours are learned in no time"
+    assert (tmp_path / "best_model.safetensors").exists()
+    fresh = model()
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+def test_self_distillation_lowers_what_merging_costs(scenes: Path, tmp_path: Path) -> None:
+    host = model()
+    with torch.no_grad():
+        host.decoder.head.weight.mul_(50)
+    config = settings(
+        scenes, tmp_path, loss="distill", updates=30, batch=6, scales=(1.0, 1.0), photometric=False, flip=False
+    )
+    train(host, config, CONFIG)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(losses) == 30
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, monkeypatch) -> None:
+    train(model(), settings(scenes, tmp_path / "whole", updates=5, save_every=2), CONFIG)
+
+    from dtem.training import segmentation
+
+    real, calls = segmentation.Segmentation.loss, []
+
+    def stopping(self, *args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(self, *args)
+
+    monkeypatch.setattr(segmentation.Segmentation, "loss", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2), CONFIG)
+    monkeypatch.setattr(segmentation.Segmentation, "loss", real)
+    train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2), CONFIG)
+    whole, parts = (load_file(tmp_path / name / "adapter.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_classes_of_data_and_model_must_agree(scenes: Path, tmp_path: Path) -> None:
+    with pytest.raises(DtemError, match="3 classes, the model 4: build it with --classes 3"):
+        train(model(4), settings(scenes, tmp_path), CONFIG)
+    with pytest.raises(DtemError, match="no training images"):
+        train(model(), settings(scenes, tmp_path, data=""), CONFIG)
+
+
+def test_tasks_by_name(tmp_path: Path) -> None:
+    assert {"classification", "segmentation"} <= set(TASKS)
+    with pytest.raises(DtemError, match="task = 'poetry' is not known"):
+        build({"task": "poetry"})
+    assert flat(build({"task": "segmentation", "short_side": 512}))["short_side"] == 512
+    object.__setattr__(config := build({}), "task", "poetry")
+    with pytest.raises(DtemError, match=r"'poetry' cannot be trained; choose one of: .*segmentation"):
+        open_task(config, model(), CONFIG, None)
+
+
+@pytest.mark.parametrize("name", ["segmenter", "segmenter_host", "segmenter_few"])
+def test_presets(name: str) -> None:
+    assert name in presets()
+    config, host = resolve(name)
+    assert config.task == "segmentation"
+    assert (config.r, config.mode) == (("0", "finetune") if name == "segmenter_host" else ("40%", "modular"))
+    if name == "segmenter":
+        assert (config.updates, config.batch, config.lr, config.min_lr, config.weight_decay) == (
+            40000,
+            8,
+            1e-4,
+            1e-6,
+            1e-4,
+        )
+        assert host["name"] == "seg_s_mask_16"
+        assert config.views.short_side == 512
