@@ -109,6 +109,12 @@ class Anatomy:
     """The pooling of `HostSpec`."""
 
 
+def records(cls: type) -> None:
+    """Let a subclass of a host give hidden states as the host does: what can be captured is looked up by class."""
+    if recorded := getattr(cls, "_can_record_outputs", None):
+        _CAN_RECORD_REGISTRY[str(cls)] = recorded
+
+
 class Merging:
     """Mixed into a host's class by `attach`. `self` is a model of transformers with a `dtem` submodule."""
 
@@ -117,8 +123,7 @@ class Merging:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if recorded := getattr(cls, "_can_record_outputs", None):
-            _CAN_RECORD_REGISTRY[str(cls)] = recorded  # what can be captured is looked up by class
+        records(cls)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         rebind(self)

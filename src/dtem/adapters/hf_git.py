@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git.modeling_git import GitEncoder, GitSelfAttention
 
 from dtem.adapters.base import Merger
-from dtem.adapters.hf import Anatomy, HfAdapter, Merging, rebind
+from dtem.adapters.hf import Anatomy, HfAdapter, Merging, rebind, records
 from dtem.adapters.hf_clip import ClipLayers
 from dtem.methods import Method
 from dtem.types import SIZE_FLOOR
@@ -213,6 +213,8 @@ class MergingGitVision(Merging, GitVisionModel):
 
     anatomy = Anatomy("encoder.layers", "post_layernorm", tower="vision_model", reads="none")
 
+
+records(InnerGitModel)
 
 _INNER: dict[type[nn.Module], type[nn.Module]] = {
     GitModel: InnerGitModel,

@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     style, rates = captioning.style(args), common.schedules(args.r)
     pictures = [_open(path) for path in args.images]
     args.shortcut = False
-    model: Any = captioning.build(args).to(args.device)  # type: ignore[arg-type]
+    model: Any = captioning.build(args)
+    model.to(args.device)
     handle = common.patch(args, model)
     transform = eval_transform(resolve_data_config(model=model))  # type: ignore[no-untyped-call]
     ready = at_rates(handle, rates)

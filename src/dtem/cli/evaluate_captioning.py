@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     style, rates = captioning.style(args), common.schedules(args.r)
     captions = open_captions(args.data)
     args.shortcut = False
-    host: Any = captioning.build(args).to(args.device)  # type: ignore[arg-type]
+    host: Any = captioning.build(args)
+    host.to(args.device)
     handles, lists = contestants(args, host)
     source, left_out = sources.without(captions, {name for names in lists.values() for name in names})
     if args.limit is not None:

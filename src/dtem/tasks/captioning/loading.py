@@ -12,18 +12,19 @@ if TYPE_CHECKING:
 def load(name: str) -> "GitForCausalLM":
     """transformers' GIT from the Hub (``microsoft/git-base-coco``) or from a folder, in eval mode."""
     try:
-        from transformers import AutoImageProcessor, AutoTokenizer, GitConfig, GitForCausalLM
+        import transformers
     except ImportError as error:
         raise DtemError('captioners need the package transformers: pip install "dtem[captioning]"') from error
+    library: Any = transformers  # parts of it have no types
     try:
-        config = GitConfig.from_pretrained(name)
+        config = library.AutoConfig.from_pretrained(name)
         if config.model_type != "git":
             raise DtemError(
                 f"{name} is a {config.model_type!r} model; captioning takes GIT, e.g. microsoft/git-base-coco"
             )
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        processor: Any = AutoImageProcessor.from_pretrained(name)
-        model = GitForCausalLM.from_pretrained(name)
+        tokenizer = library.AutoTokenizer.from_pretrained(name)
+        processor = library.AutoImageProcessor.from_pretrained(name)
+        model = library.GitForCausalLM.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, DtemError):
             raise
