@@ -60,19 +60,21 @@ def run(args: argparse.Namespace) -> int:
 
 def offered(args: argparse.Namespace) -> "list[Model]":
     """The user's model, if there is one, and the digit reader."""
+    from dtem import storage
     from dtem.app import examples
     from dtem.app.explorer import Model, measured
     from dtem.tasks.classification import digits
     from dtem.types import DtemError
 
-    own = Model(digits.NAME, digits.host(), examples.digits(), digits.adapter(), digits.record())
-    if args.model is None or args.model == digits.NAME:
+    if args.model in (None, digits.NAME):
         for option in ("weights", "adapter", "record", "classes", "img_size", "pool"):
             if getattr(args, option) is not None:
                 raise DtemError(f"--{option.replace('_', '-')} is for a model of your own: add --model")
-        return [own]
-    if args.record is not None:
-        measured(Path(args.record))
-    host = show.host(copy.copy(args))
     record = None if args.record is None else Path(args.record)
-    return [Model(args.model, host, examples.drawings(), args.adapter or show.embeddings(args.model), record), own]
+    if record is not None:
+        measured(record)  # so that a wrong file is known at once
+    models = [Model(digits.NAME, digits.host(), examples.digits(), digits.adapter(), digits.record())]
+    if args.model in (None, digits.NAME):
+        return models
+    adapter = show.embeddings(args.model) if args.adapter is None else storage.locate(args.adapter, None)
+    return [Model(args.model, show.host(copy.copy(args)), examples.drawings(), adapter, record), *models]

