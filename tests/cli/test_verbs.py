@@ -57,6 +57,25 @@ def test_tables(verb: str, shown: list[str], run) -> None:
         assert text in out
 
 
+def test_one_model_of_every_family_is_listed(run) -> None:
+    document = json.loads(run("models", "--json"))
+    listed = {model["name"]: model for model in [*document["models"], *document["others"]]}
+    siglip, deit = listed["SiglipVisionModel"], listed["DeiTForImageClassificationWithTeacher"]
+    assert (siglip["tokens"], siglip["prefix"], siglip["pooling"]) == (196, 0, "attention")
+    assert (deit["tokens"], deit["prefix"], deit["pooling"]) == (198, 2, "prefix")
+    assert listed["vit_small_r26_s32_224"]["tokens"] == 50
+    assert all(model["merged_macs"] < model["macs"] for model in listed.values())
+    classes = 768 * (1000 - 2)  # transformers' ViT-B is DeiT-B with two classes
+    assert listed["ViTForImageClassification"]["macs"] == listed["deit_base_patch16_224"]["macs"] - classes
+    assert {family["name"] for family in document["families"]} >= {
+        "timm_vit",
+        "timm_eva",
+        "hf_vit",
+        "hf_clip",
+        "hf_siglip",
+    }
+
+
 def test_flops_are_those_of_the_handle(run) -> None:
     document = json.loads(run("flops", "test_vit", "--method", "tome", "--r", "0, 8,20%,0.03G,8", "--json"))
     handle = dtem.patch(timm.create_model("test_vit"), method="tome")

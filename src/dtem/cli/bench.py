@@ -176,14 +176,14 @@ def batch_sizes(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
+def progress(total: int, doing: str = "timing") -> Iterator[Callable[[], None]]:
     """A bar on stderr where that is a terminal. It draws between rounds only: a thread would be timed too."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("timing", total=total)
+        task = bar.add_task(doing, total=total)
 
         def advance() -> None:
             bar.advance(task)

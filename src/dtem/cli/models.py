@@ -5,9 +5,11 @@ Every other model of these families works as well: `dtem flops NAME` says so, fo
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dtem.cli import common
+from dtem.cli.bench import progress
 
 NAME = "models"
 HELP = "list supported families and the paper's models"
@@ -62,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
     has_transformers = importlib.util.find_spec("transformers") is not None
     families = [{"name": name, "supported": _supported(name, has_transformers)} for name in adapters.ADAPTERS]
-    models = [_describe(preset) for preset in PRESETS]
-    others = [_describe(preset) for preset in OTHERS if has_transformers or preset.name.islower()]
+    listed_others = [preset for preset in OTHERS if has_transformers or preset.name.islower()]
+    with progress(len(PRESETS) + len(listed_others), "counting") as advance:
+        models = [_describe(preset, advance) for preset in PRESETS]
+        others = [_describe(preset, advance) for preset in listed_others]
     document = {"families": families, "models": models, "others": others, "conventions": common.CONVENTIONS}
     listed = common.table("Supported", ("family", "models"), [(f["name"], f["supported"]) for f in families])
     listed.columns[1].justify = "left"
@@ -79,7 +83,7 @@ def _supported(family: str, has_transformers: bool) -> str:
     return adapters.load(family).supported
 
 
-def _describe(preset: Preset) -> dict[str, Any]:
+def _describe(preset: Preset, done: Callable[[], None]) -> dict[str, Any]:
     import torch
 
     import dtem
@@ -96,6 +100,7 @@ def _describe(preset: Preset) -> dict[str, Any]:
     whole = common.count(handle)
     handle.r = preset.r
     merged = common.count(handle)
+    done()
     return {
         "title": preset.title,
         "name": preset.name,
