@@ -18,7 +18,6 @@ CASES = [
     STEERED,
     "siglip-dtem",
     "hf_dinov2-dtem",
-    "segmenter-dtem",
 ]
 
 
