@@ -11,6 +11,7 @@ import shlex
 import sys
 import tomllib
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import yaml
 
 from dtem.app import examples
 from dtem.cli import VERBS, main, parser, tasks
+from dtem.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +31,15 @@ FENCE = re.compile(
 )
 SHELLS = ("bash", "sh", "console", "shell")
 KINDS = {"", "python", "yaml", "text", "json", "toml", *SHELLS}
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """What a page adds to the methods is gone afterwards."""
+    known = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(known)
 
 
 class Block(NamedTuple):
@@ -77,6 +88,7 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
+@pytest.mark.usefixtures("registry")
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
 

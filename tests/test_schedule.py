@@ -251,7 +251,7 @@ def test_an_unsolved_budget_has_no_plan() -> None:
 
 def test_a_learned_schedule_has_no_plan_without_its_method() -> None:
     schedule.check(Learned(), 64, 4)
-    with pytest.raises(DtemError, match="asked of its method"):
+    with pytest.raises(DtemError, match="asked of its handle"):
         schedule.resolve(Learned(), 64, 4)
 
 

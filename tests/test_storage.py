@@ -144,6 +144,7 @@ def test_header_says_what_the_file_is(tmp_path: Path) -> None:
             "scale": 0.1,
             "candidates": None,
             "exclude": "mass",
+            "sparse": False,
             "learn_rates": False,
             "flops_weight": 100.0,
         },

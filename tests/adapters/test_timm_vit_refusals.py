@@ -100,7 +100,6 @@ FOREIGN = {
     "SwinTransformer": lambda: timm.create_model(
         "swin_tiny_patch4_window7_224", img_size=56, embed_dim=12, depths=(1, 1), num_heads=(2, 2), num_classes=5
     ),
-    "Eva": lambda: timm.create_model("eva02_tiny_patch14_224", img_size=28, embed_dim=24, depth=1, num_heads=2),
     "ParallelScalingBlock": lambda: small(VisionTransformer, block_fn=ParallelScalingBlock),
     "ResPostBlock": lambda: small(VisionTransformer, block_fn=ResPostBlock),
     "Reversed": lambda: small(Reversed),

@@ -95,7 +95,7 @@ def test_ats_is_counted_by_the_tokens_that_are_there(
     more = ["--gflops", budget, "--method", "tome,ats", "--time", 0, "--batch", 4]
     assert main(command(folder, "compare", *more)) == 0
     rows = {one["method"]: one for one in json.loads(capsys.readouterr().out)["rows"]}
-    assert abs(rows["ats"]["off_budget"]) < 0.03
+    assert abs(rows["ats"]["off_budget"]) < 0.05  # one step of its ladder, in a tiny model
     assert rows["ats"]["macs_quartiles"] is not None
 
 

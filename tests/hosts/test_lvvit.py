@@ -143,7 +143,7 @@ def test_one_r_means_the_first_three_quarters() -> None:
     handle.r = "10@-1"
     assert handle.plan[0] == 20
     assert handle.plan[11:] == (0,) * 5
-    assert sum(handle.plan) == 118
+    assert sum(handle.plan) == 115  # 20 (1 − l / 11), rounded down
     handle.r = 0.1
     assert handle.plan[:2] == (19, 17)
     assert handle.plan[12:] == (0,) * 4
@@ -171,7 +171,7 @@ def test_a_schedule_comes_back_from_a_file(tmp_path) -> None:
         assert torch.equal(again.model(images("lvvit")), model(images("lvvit")))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"patch_merger"}))  # its tokens hold no patches
 def test_the_head_needs_no_unmerging(method: str) -> None:
     """The best token is the best patch of the full grid; patches that were dropped are not asked."""
     model, handle = patched("lvvit", method, r=[9, 9, 9, 0])
@@ -203,6 +203,8 @@ def test_a_cold_temperature_makes_soft_hard(method: str) -> None:
 def test_masked_patches_are_not_asked_in_training() -> None:
     model, handle = patched("lvvit", "dynamicvit", r=[0, 20, 0, 0], stages=(1,))
     handle.mode = "soft"
+    handle.method.train()  # masks are drawn
+    torch.manual_seed(0)
     x = images("lvvit", batch=8)
     with torch.no_grad(), handle.trace() as trace:
         features = model.forward_features(x)

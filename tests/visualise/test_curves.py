@@ -39,7 +39,7 @@ def test_everything_is_drawn() -> None:
 
 
 def test_a_line_goes_from_cheap_to_dear() -> None:
-    figure = curves._figure({"tome": LINES["tome"][::-1]}, None, "", "")
+    figure = curves._figure({"tome": LINES["tome"][::-1]}, None, "", ("", ""), {})
     (line,) = figure.axes[0].get_lines()
     assert line.get_xdata().tolist() == [0.6, 0.9]
     assert line.get_ydata().tolist() == [69.9, 73.6]

@@ -51,10 +51,9 @@ def find(model: nn.Module) -> Adapter:
                 raise DtemError(f"{type(model).__name__} is not supported: {reason}. Supported: {adapter.supported}")
             supported.append(adapter.supported)
     reason = fixed_places(model)
-    if reason:
-        raise DtemError(f"{type(model).__name__} is not supported: {reason}")
+    why = f": {reason}" if reason else ""
     listed = "; ".join(supported) or "timm VisionTransformer models (install and import timm)"
-    raise DtemError(f"{type(model).__name__} is not supported. Supported: {listed}")
+    raise DtemError(f"{type(model).__name__} is not supported{why}. Supported: {listed}")
 
 
 def fixed_places(model: nn.Module) -> str | None:

@@ -23,7 +23,7 @@ from dtem.adapters.images import channels, check_image
 from dtem.adapters.lean import Lean
 from dtem.adapters.timm_block import attention, last_attention, mlp, usable
 from dtem.hosts.lvvit import LvVit
-from dtem.methods.base import MASKED
+from dtem.methods.base import MASKED, full_size
 from dtem.types import DtemError, HostSpec, Tokens
 
 POOLING = {
@@ -193,9 +193,9 @@ class Merging:
         mean = ((size / size.sum(dim=1, keepdim=True)).to(x.dtype).unsqueeze(1) @ x).squeeze(1)
         return mean if kind == "avg" else 0.5 * (x.amax(dim=1) + mean)
 
-    def _counting(self: Any, tokens: Tokens) -> Tensor | None:
+    def _counting(self: Any, tokens: Tokens) -> Tensor:
         """The sizes by which the head weighs tokens."""
-        return tokens.size
+        return full_size(tokens)
 
     def _embed(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Image to tokens, by the host's own steps before its blocks."""
@@ -268,8 +268,8 @@ class MergingLvVit(Merging, LvVit):
     be unmerged for the head. What inference would not have (in soft mode, tokens merged away; padding) is passed over.
     """
 
-    def _counting(self, tokens: Tokens) -> Tensor | None:
-        size, gone = tokens.size, tokens.excluded
+    def _counting(self, tokens: Tokens) -> Tensor:
+        size, gone = full_size(tokens), tokens.excluded
         return nn.functional.pad(size[:, : size.shape[1] - gone], (0, gone)) if gone else size
 
     def best_patch(self, x: Tensor) -> Tensor:

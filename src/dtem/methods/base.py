@@ -141,6 +141,8 @@ class Method(nn.Module):
 def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int | Above, prefix: int) -> Tokens:
     """Hard bipartite merge of `tokens` by `metric`."""
     matching = ops.match(metric, r, prefix)
+    if not matching.merged.shape[1]:  # nothing was above a threshold: tokens stay in their order, as at r = 0
+        return tokens
     x, size = ops.merge(tokens.x, tokens.size, matching)
     source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
     return tokens.replace(x=x, size=size, source=source)
