@@ -47,9 +47,9 @@ class Layers(nn.ModuleList):
     merger: Merger | None = None
     """Not a submodule: the model has it already."""
 
+    @abstractmethod
     def halves(self, layer: Any) -> tuple[Attention, Mlp]:
         """The two halves of a layer, as `run_block` calls them."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[nn.Module]:
         walks = self.merger is not None and (self.merger.active or current_trace() is not None)

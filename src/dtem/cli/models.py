@@ -4,6 +4,7 @@ Every other model of these families works as well: `dtem flops NAME` says so, fo
 """
 
 import argparse
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     families = [{"name": name, "supported": _supported(name, has_transformers)} for name in adapters.ADAPTERS]
     listed_others = [preset for preset in OTHERS if has_transformers or preset.name.islower()]
     with progress(len(PRESETS) + len(listed_others), "counting") as advance:
-        models = [_describe(preset, advance) for preset in PRESETS]
-        others = [_describe(preset, advance) for preset in listed_others]
+        models, others = ([_counted(preset, advance) for preset in part] for part in (PRESETS, listed_others))
     document = {"families": families, "models": models, "others": others, "conventions": common.CONVENTIONS}
     listed = common.table("Supported", ("family", "models"), [(f["name"], f["supported"]) for f in families])
     listed.columns[1].justify = "left"
@@ -83,7 +83,14 @@ def _supported(family: str, has_transformers: bool) -> str:
     return adapters.load(family).supported
 
 
-def _describe(preset: Preset, done: Callable[[], None]) -> dict[str, Any]:
+def _counted(preset: Preset, done: Callable[[], None]) -> dict[str, Any]:
+    described = _describe(preset)
+    done()
+    return described
+
+
+@functools.cache
+def _describe(preset: Preset) -> dict[str, Any]:
     import torch
 
     import dtem
@@ -100,7 +107,6 @@ def _describe(preset: Preset, done: Callable[[], None]) -> dict[str, Any]:
     whole = common.count(handle)
     handle.r = preset.r
     merged = common.count(handle)
-    done()
     return {
         "title": preset.title,
         "name": preset.name,
