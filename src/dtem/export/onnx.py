@@ -47,8 +47,10 @@ def quantise(path: Path, out: Path) -> None:
     library("onnxruntime")
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    model = library("onnx").load(str(path))
+    del model.graph.value_info[:]  # the exporter leaves shapes of weights that it has since transposed
     with quietly():
-        quantize_dynamic(path, out, per_channel=True, weight_type=QuantType.QInt8)
+        quantize_dynamic(model, out, per_channel=True, weight_type=QuantType.QInt8)
 
 
 def runner(path: Path, threads: int = 0) -> Runner:
