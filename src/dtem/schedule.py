@@ -267,7 +267,7 @@ def resolve(schedule: Schedule, patches: int, depth: int, afresh: bool = False) 
     """The r of every block for an image of `patches` patches. `afresh` as in `clamp`."""
     if isinstance(schedule, Budget):
         raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
-    if isinstance(schedule, Learned | Adaptive):
+    if isinstance(schedule, (Learned, Adaptive)):  # a tuple: torch 2.8 cannot compile a union
         raise DtemError(f"the schedule {schedule} must be asked of its handle first (dtem.patch does that)")
     if isinstance(schedule, Threshold):
         return tuple(schedule.wanted(depth))

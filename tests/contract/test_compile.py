@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from contract.hosts import VARIANTS
 from dtem.methods import METHODS
@@ -32,6 +33,8 @@ def report():
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_to_one_graph_and_the_same_answer(report, case):
+    if case.startswith("hf_") and torch.__version__.startswith("2.8."):
+        pytest.skip("torch 2.8 cannot compile a transformers model that merges")
     result = report[case]
     assert "error" not in result, result["error"]
     assert result["graphs"] == 1

@@ -141,8 +141,9 @@ def _attention(
     if bands is not None:
         half = getattr(attn, "rotate_half", False)
         angles = turns(place[:, prefix:], bands, half)
+        how = (half,) if half else ()  # timm 1.0.16 knows one way only
         q, k = (
-            torch.cat([part[:, :, :prefix], apply_rot_embed_cat(part[:, :, prefix:], angles, half)], dim=2).type_as(v)
+            torch.cat([part[:, :, :prefix], apply_rot_embed_cat(part[:, :, prefix:], angles, *how)], dim=2).type_as(v)
             for part in (q, k)
         )
     y = ops.attend(q, k, v, bias, attn.scale, attn.attn_drop.p if attn.training else 0.0)

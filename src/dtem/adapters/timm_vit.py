@@ -72,7 +72,7 @@ class TimmVit(Adapter):
             depth=len(model.blocks),
             width=model.embed_dim,
             heads=attn.num_heads,
-            head_dim=attn.head_dim,
+            head_dim=getattr(attn, "head_dim", model.embed_dim // attn.num_heads),  # EVA of timm 1.0.16 has none
             prefix=model.num_prefix_tokens,
             patches=embed.num_patches,
             pooling=POOLING["map" if model.attn_pool is not None else model.global_pool],
