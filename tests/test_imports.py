@@ -30,13 +30,14 @@ ROOMS = [
     "export",
     "tasks",
     "training",
+    "reproduce",
     "app",
     "cli",
 ]
 FACADE_AFTER = "tasks"  # `import dtem` itself offers what is defined up to here
 HOST_LIBRARIES = {"timm", "transformers"}
 HOST_ROOMS = {"hosts", "adapters"}  # import those freely; everyone imports these rooms' modules lazily
-LAZY_ROOMS = {"tasks", "training", "cli"}  # may import those too, but only inside functions
+LAZY_ROOMS = {"tasks", "training", "reproduce", "cli"}  # may import those too, but only inside functions
 DOTTED = re.compile(r"dtem(\.\w+)+(:\w+)?")
 
 Import = tuple[str, int, bool]

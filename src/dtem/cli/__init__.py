@@ -22,6 +22,7 @@ VERBS = {
     "eval": "dtem.cli.evaluate",
     "compare": "dtem.cli.compare",
     "calibrate": "dtem.cli.calibrate",
+    "reproduce": "dtem.cli.reproduce",
     "caption": "dtem.cli.caption",
     "models": "dtem.cli.models",
     "export": "dtem.cli.export",
@@ -78,16 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command = ["dtem", *argv]
     args.stdout = sys.stdout  # for the result alone: whatever else is printed goes to stderr
     try:
-        from dtem.types import DtemError
+        with contextlib.redirect_stdout(sys.stderr):
+            code: int = args.run(args)
+        args.stdout.flush()
+        return code
+    except ValueError as error:
+        from dtem.types import DtemError  # only now: it brings torch along, which not every verb needs
 
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                code: int = args.run(args)
-            args.stdout.flush()
-            return code
-        except DtemError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        if not isinstance(error, DtemError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
