@@ -23,6 +23,7 @@ VERBS = {
     "compare": "dtem.cli.compare",
     "calibrate": "dtem.cli.calibrate",
     "reproduce": "dtem.cli.reproduce",
+    "report": "dtem.cli.report",
     "caption": "dtem.cli.caption",
     "models": "dtem.cli.models",
     "export": "dtem.cli.export",

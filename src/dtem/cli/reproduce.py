@@ -210,5 +210,10 @@ def _run(args: argparse.Namespace, bench: "Bench", found: "list[Cell]") -> int:
         common.table(table.title, table.columns, table.rows, table.caption)
         for table in tables.tables(bench.study, kept)
     ]
-    common.show(args, kept.results, *drawn, f"record and plot: {path.parent}")
+    notes = [f"record and plot: {path.parent}"]
+    if bench.study.measure == "pictures":
+        from dtem.reproduce import pictures
+
+        notes.append(f"pictures: {pictures.draw(bench, found, folders[0] / 'pictures')[0].parent}")
+    common.show(args, kept.results, *drawn, *notes)
     return 0

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from dtem.files import write_file
@@ -20,16 +21,16 @@ SMALLER_IS_BETTER = ("loss", "cross_entropy", "kendall")
 _NORMAL_95 = statistics.NormalDist().inv_cdf(0.975)
 
 
-def path_of(folder: Path, task: str, rate: str) -> Path:
-    """The file of a cell's answers at one r."""
-    plain = "".join(char if char.isalnum() or char in ".%@+-" else "_" for char in rate)
-    return folder / f"r{plain}.{'json' if task == 'captioning' else 'safetensors'}"
+def path_of(folder: Path, kind: str, key: str) -> Path:
+    """The file of a cell's answers: by task at an r, or "numbers" of another kind."""
+    plain = "".join(char if char.isalnum() or char in ".%@+-" else "_" for char in key)
+    return folder / f"{'' if kind == 'numbers' else 'r'}{plain}.{'json' if kind == 'captioning' else 'safetensors'}"
 
 
 def save(outcome: Any, path: Path) -> None:
-    """Keep what a task found (`dtem.training.judge`), or rank correlations, images × blocks."""
+    """Keep what a task found (`dtem.training.judge`), or numbers, images × what is told of each."""
     if isinstance(outcome, Tensor):
-        save_file({"kendall": outcome.contiguous()}, path)
+        write_file(path, to_bytes({"numbers": outcome.contiguous()}))
     elif hasattr(outcome, "captions"):
         scores = None if outcome.scores is None else dataclasses.asdict(outcome.scores)
         told = {name: getattr(outcome, name) for name in ("captions", "losses", "words")}
@@ -38,11 +39,11 @@ def save(outcome: Any, path: Path) -> None:
         outcome.save(path)
 
 
-def load(path: Path, task: str) -> Any:
+def load(path: Path, kind: str) -> Any:
     """What `save` kept."""
-    if task == "kendall":
-        return load_file(path)["kendall"]
-    if task == "captioning":
+    if kind == "numbers":
+        return load_file(path)["numbers"]
+    if kind == "captioning":
         from dtem.tasks.captioning.evaluate import Written
         from dtem.tasks.captioning.metric import Scores
 
@@ -52,22 +53,23 @@ def load(path: Path, task: str) -> Any:
             raise DtemError(f"{path} cannot be read: {error}; remove it, and it is made again") from error
         scores = None if found["scores"] is None else Scores(**found["scores"])
         return Written(found["captions"], found["losses"], found["words"], scores=scores)
-    if task == "segmentation":
+    if kind == "segmentation":
         from dtem.tasks.segmentation.outcomes import Areas
 
         return Areas.load(path)
     return Outcomes.load(path)
 
 
-def compare(task: str, reference: Sequence[Any], own: Sequence[Any]) -> dict[str, dict[str, float]]:
-    """How `own` differs from `reference`, one run of each per seed, by metric, with 95 % intervals."""
-    if task == "segmentation":
+def compare(kind: str, metric: str, reference: Sequence[Any], own: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """How `own` differs from `reference`, one run of each per seed, with 95 % intervals: by the metrics that a task has
+    for every image, or by `metric`, which numbers are."""
+    if kind == "segmentation":
         from dtem.tasks.segmentation.outcomes import paired
 
         return {"miou": dataclasses.asdict(paired(list(reference), list(own)))}
-    if task == "kendall":
-        pairs = [{"kendall": b.mean(dim=1) - a.mean(dim=1)} for a, b in zip(reference, own, strict=True)]
-    elif task == "captioning":
+    if kind == "numbers":
+        pairs = [{metric: b.mean(dim=1) - a.mean(dim=1)} for a, b in zip(reference, own, strict=True)]
+    elif kind == "captioning":
         pairs = [_captions(a, b) for a, b in zip(reference, own, strict=True)]
     else:
         pairs = [_classes(a, b) for a, b in zip(reference, own, strict=True)]

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -44,7 +44,8 @@ class Bench:
     def splits(self) -> dict[str, str]:
         """Specs of the training and of the evaluation images."""
         asked = {**images.SPLITS[self.study.task], **self.study.at(self.scale).splits}
-        return {name: text.replace("{data}", self.data) for name, text in asked.items()}
+        place, mark, query = self.data.partition("?")  # captions.json?images=DIR
+        return {name: text.replace("{data}", place) + mark + query for name, text in asked.items()}
 
     def learned_from(self, cell: Cell) -> str:
         """The images that a cell learns from."""
@@ -65,10 +66,11 @@ class Bench:
         flags["options"] = {**settings.get("options", {}), **own}
         if cell.trained:
             flags |= {"data": self.learned_from(cell), "out": str(self.folder_of(cell) / "run")}
-        return self._fitted(resolve(cell.preset or None, flags=flags)[0], flags["options"])
+        return self._fitted(resolve(cell.preset or None, flags=flags)[0], cell.own)
 
-    def _fitted(self, config: TrainConfig, asked: Values) -> TrainConfig:
-        """A preset's options may be those of another method; and what is random at the start goes by the seed."""
+    def _fitted(self, config: TrainConfig, asked: Sequence[str]) -> TrainConfig:
+        """Options of the preset or the study may be those of another method, unlike those that were `asked` for; and
+        what is random at the start goes by the seed."""
         dense = self.study.task == "segmentation"
         has = {field.name for field in dataclasses.fields(methods.find(config.method, dense).config_class)}
         options = {name: value for name, value in config.options.items() if name in has or name in asked}

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtem.reproduce.specs import UNMERGED, Scale, Study, Values, rates_of
 
-_OWN = ("preset", "rates", "fraction", "models", "seeded", "method")
+_OWN = ("row", "preset", "rates", "fraction", "models", "seeded", "method")
 """What a cell of a spec file says beside settings."""
 
 
@@ -33,6 +33,8 @@ class Cell:
     """Of the training images."""
     seeded: bool = True
     """Whether the seed matters to it."""
+    own: tuple[str, ...] = ()
+    """The settings that it does not have from the study as a whole: its method must know these."""
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ def _of_model(study: Study, asked: Scale, label: str, model: Values, seeds: Sequ
         rates = _rates(name, values, model, asked)
         for combination in itertools.product(*asked.sweep.values()):
             swept = dict(zip(asked.sweep, combination, strict=True))
-            row = ", ".join(([name] if len(asked.cells) > 1 or not swept else []) + _labels(swept))
+            called = str(values.get("row", name))
+            row = ", ".join(([called] if len(asked.cells) > 1 or not swept else []) + _labels(swept))
             own = {**values, **swept}
             yield from (_cell(asked, label, model, row, own, rates, seed, trained=True) for seed in seeds)
 
@@ -77,7 +80,8 @@ def _of_model(study: Study, asked: Scale, label: str, model: Values, seeds: Sequ
 def _cell(
     asked: Scale, label: str, model: Values, row: str, own: Values, rates: dict[str, str], seed: int, *, trained: bool
 ) -> Cell:
-    settings = {**asked.settings, **{key: value for key, value in own.items() if key not in _OWN}}
+    said = {key: value for key, value in own.items() if key not in _OWN}
+    settings = {**asked.settings, **said}
     return Cell(
         row=f"{label}, {row}" if label else row,
         method=str(own.get("method", asked.settings.get("method", "dtem"))),
@@ -89,6 +93,7 @@ def _cell(
         model=label,
         fraction=float(own.get("fraction", 1.0)),
         seeded=trained or bool(own.get("seeded")),
+        own=tuple(said),
     )
 
 

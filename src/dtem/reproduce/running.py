@@ -24,7 +24,6 @@ from dtem.types import DtemError
 
 KIND = "reproduce-cell"
 FILE = "record.json"
-KENDALL = "kendall"
 
 
 def run(bench: Bench, cells: Sequence[Cell], command: Sequence[str]) -> None:
@@ -56,21 +55,33 @@ def done(bench: Bench, cell: Cell) -> dict[str, Any] | None:
     results: dict[str, Any] = record.load(folder / FILE).results
     if results.get("identity") != bench.identity(cell):
         return None
-    wanted = [KENDALL] if bench.study.measure == "kendall" else list(dict.fromkeys(cell.rates.values()))
-    if any(rate not in results["rates"] or not _path(bench, cell, rate).is_file() for rate in wanted):
+    if any(key not in results["rates"] or not _path(bench, cell, key).is_file() for key in wanted(bench, cell)):
         return None
     return results
 
 
-def answer(bench: Bench, cell: Cell, rate: str) -> Any:
-    """What a cell that is done said of every image at an r."""
-    kind = "kendall" if bench.study.measure == "kendall" else bench.study.task
-    return answers.load(_path(bench, cell, rate), kind)
+def wanted(bench: Bench, cell: Cell) -> list[str]:
+    """What is to be found of a cell, by the names under which it is kept: an r, or what is looked at in so many
+    images."""
+    study, rates = bench.study, list(dict.fromkeys(cell.rates.values()))
+    images = study.at(bench.scale).images
+    if study.measure == "kendall":
+        return [f"kendall {images}"]
+    return rates if study.measure == "accuracy" else [f"pictures {images} {rate}" for rate in rates]
 
 
-def _path(bench: Bench, cell: Cell, rate: str) -> Path:
-    folder = bench.folder_of(cell)
-    return folder / "kendall.safetensors" if rate == KENDALL else answers.path_of(folder, bench.study.task, rate)
+def answer(bench: Bench, cell: Cell, key: str) -> Any:
+    """What a cell that is done said of every image."""
+    return answers.load(_path(bench, cell, key), kind(bench))
+
+
+def kind(bench: Bench) -> str:
+    """What answers are: those of a task, or numbers."""
+    return bench.study.task if bench.study.measure == "accuracy" else "numbers"
+
+
+def _path(bench: Bench, cell: Cell, key: str) -> Path:
+    return answers.path_of(bench.folder_of(cell), kind(bench), key)
 
 
 def trained(bench: Bench, cell: Cell) -> tuple[Handle, dict[str, Any]]:
@@ -92,10 +103,7 @@ def _one(bench: Bench, cell: Cell, command: Sequence[str], processes: Processes)
     start = time.perf_counter()
     handle, data_config = trained(bench, cell)
     between = time.perf_counter()
-    if bench.study.measure == "kendall":
-        found = {KENDALL: _correlations(bench, cell, handle, data_config)}
-    else:
-        found = _judged(bench, cell, handle, data_config, set(kept))
+    found = _found(bench, cell, handle, data_config, [key for key in wanted(bench, cell) if key not in kept])
     if processes.rank == 0:
         for rate, (outcome, _) in found.items():
             answers.save(outcome, _path(bench, cell, rate))
@@ -118,7 +126,10 @@ def _earlier(bench: Bench, cell: Cell) -> dict[str, Any]:
     results = record.load(path).results
     if results.get("identity") != bench.identity(cell):
         return {}
-    return {rate: found for rate, found in results["rates"].items() if _path(bench, cell, rate).is_file()}
+    asked = set(wanted(bench, cell))
+    return {
+        key: found for key, found in results["rates"].items() if key not in asked or _path(bench, cell, key).is_file()
+    }
 
 
 def _count(bench: Bench, cell: Cell) -> int | None:
@@ -128,16 +139,31 @@ def _count(bench: Bench, cell: Cell) -> int | None:
     return len(images.listed(spec)) if os.path.isdir(spec) and bench.study.task == "classification" else None
 
 
-def _judged(
-    bench: Bench, cell: Cell, handle: Handle, data_config: dict[str, Any], kept: set[str]
-) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Answers and metrics at every r that is not there yet."""
-    rates = [rate for rate in dict.fromkeys(cell.rates.values()) if rate not in kept]
+Found = dict[str, tuple[Any, dict[str, Any]]]
+"""Answers and metrics by the name under which they are kept."""
+
+
+def _found(bench: Bench, cell: Cell, handle: Handle, data_config: dict[str, Any], keys: list[str]) -> Found:
+    """What is not there yet."""
+    if bench.study.measure == "kendall":
+        return dict.fromkeys(keys, _correlations(bench, cell, handle, data_config))
+    if bench.study.measure == "accuracy":
+        return _judged(bench, cell, handle, data_config, keys)
+    from dtem.reproduce import pictures
+
+    found: Found = {}
+    for key in keys:
+        shares = pictures.foreground(bench, handle, key.split()[-1])
+        found[key] = shares, {"foreground": shares.mean().item(), "images": len(shares)}
+    return found
+
+
+def _judged(bench: Bench, cell: Cell, handle: Handle, data_config: dict[str, Any], rates: list[str]) -> Found:
     config = dataclasses.replace(
         bench.config(cell), data=bench.splits["train"], eval_data=bench.splits["eval"], eval_r=",".join(rates)
     )
     print(f"evaluating at r = {', '.join(rates)}", file=sys.stderr, flush=True)
-    found = {}
+    found: Found = {}
     for rate, (outcome, metrics) in judge(handle, config, data_config).items():
         handle.r = rate
         count = flops.count(handle.model, handle.host.image)

@@ -52,7 +52,8 @@ class Scale:
     models: dict[str, Values] = dataclasses.field(default_factory=dict)
     """Models by label, each with its `preset` and its `rates` (also by cell); none: the model at hand."""
     cells: dict[str, Values] = dataclasses.field(default_factory=dict)
-    """What is trained, by name: settings, and if they differ `preset`, `rates`, `fraction`, `models`, `seeded`."""
+    """What is trained, by name: settings, and if need be its own `preset`, `rates`, `fraction`, the `models` that have
+    it, and the `row` that it belongs to (a baseline that is trained once per rate has a cell for each)."""
     baselines: dict[str, Values] = dataclasses.field(default_factory=dict)
     """What is not trained, by name: "unmerged", or a method; settings and rates as in `cells`."""
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)

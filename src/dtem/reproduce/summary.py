@@ -39,16 +39,13 @@ def collect(bench: Bench, cells: Sequence[Cell], command: Sequence[str]) -> reco
             continue
         for run in _runs(bench, cell, results):
             groups.setdefault((cell.row, run.rate), []).append(run)
-    task = "kendall" if bench.study.measure == "kendall" else bench.study.task
     results = {
         "study": bench.study.name,
         "scale": bench.scale,
         "about": about(bench, cells, groups),
         "missing": missing,
-        "rows": [_row(bench, task, key, groups) for key in groups],
-        "claims": [
-            found for claim in bench.study.at(bench.scale).claims for found in _claims(bench, task, claim, groups)
-        ],
+        "rows": [_row(bench, key, groups) for key in groups],
+        "claims": [found for claim in bench.study.at(bench.scale).claims for found in _claims(bench, claim, groups)],
     }
     evaluated = bench.splits["eval"]
     hashed = record.data_hash(evaluated) if bench.scale == "small" and os.path.isdir(evaluated) else None
@@ -61,12 +58,19 @@ def path_of(folder: Path, study: str, scale: str) -> Path:
 
 
 def _runs(bench: Bench, cell: Cell, results: dict[str, Any]) -> list[Run]:
-    if bench.study.measure != "kendall":
-        return [
-            Run(cell, label, results["rates"][rate], running.answer(bench, cell, rate))
-            for label, rate in cell.rates.items()
-        ]
-    tau = running.answer(bench, cell, running.KENDALL)
+    if bench.study.measure == "kendall":
+        return _spans(bench, cell, results)
+    keys = running.wanted(bench, cell) if bench.study.measure == "pictures" else list(cell.rates.values())
+    return [
+        Run(cell, label, results["rates"][key], running.answer(bench, cell, key))
+        for label, key in zip(cell.rates, keys, strict=True)
+    ]
+
+
+def _spans(bench: Bench, cell: Cell, results: dict[str, Any]) -> list[Run]:
+    """Rank correlations of groups of blocks; those take the place of rates."""
+    (key,) = running.wanted(bench, cell)
+    tau = running.answer(bench, cell, key)
     found = []
     for label, span in cell.rates.items():
         first, last = (int(part) for part in span.split("-"))
@@ -95,7 +99,7 @@ def about(bench: Bench, cells: Sequence[Cell], groups: dict[tuple[str, str], lis
     }
 
 
-def _row(bench: Bench, task: str, key: tuple[str, str], groups: dict[tuple[str, str], list[Run]]) -> dict[str, Any]:
+def _row(bench: Bench, key: tuple[str, str], groups: dict[tuple[str, str], list[Run]]) -> dict[str, Any]:
     runs = groups[key]
     metrics = [name for name, value in runs[0].metrics.items() if isinstance(value, int | float) and name != "images"]
     cell = runs[0].cell
@@ -110,18 +114,18 @@ def _row(bench: Bench, task: str, key: tuple[str, str], groups: dict[tuple[str, 
         "seeds": [run.cell.seed for run in runs],
         "metrics": {name: sum(run.metrics[name] for run in runs) / len(runs) for name in metrics},
         "by_seed": {name: [run.metrics[name] for run in runs] for name in metrics if name not in ("macs", "paper")},
-        "against_reference": _between(task, groups[reference], runs) if compared else None,
+        "against_reference": _between(bench, groups[reference], runs) if compared else None,
     }
 
 
-def _claims(bench: Bench, task: str, claim: Claim, groups: dict[tuple[str, str], list[Run]]) -> list[dict[str, Any]]:
+def _claims(bench: Bench, claim: Claim, groups: dict[tuple[str, str], list[Run]]) -> list[dict[str, Any]]:
     """A claim of the paper against what was measured, at every rate that both rows have."""
     own, other = claim.rows
     found = []
     for row, rate in groups:
         if row != own or (other, rate) not in groups or (claim.at and rate not in claim.at):
             continue
-        between = _between(task, groups[other, rate], groups[own, rate])
+        between = _between(bench, groups[other, rate], groups[own, rate])
         found.append(
             {
                 "text": claim.text,
@@ -135,7 +139,7 @@ def _claims(bench: Bench, task: str, claim: Claim, groups: dict[tuple[str, str],
     return found
 
 
-def _between(task: str, reference: Sequence[Run], own: Sequence[Run]) -> dict[str, Any]:
+def _between(bench: Bench, reference: Sequence[Run], own: Sequence[Run]) -> dict[str, Any]:
     """Runs of the same seed are compared; what has one run only stands against every seed."""
     if len(reference) == 1 or len(own) == 1:
         seeds = max(len(reference), len(own))
@@ -143,4 +147,4 @@ def _between(task: str, reference: Sequence[Run], own: Sequence[Run]) -> dict[st
     else:
         shared = {run.cell.seed for run in reference} & {run.cell.seed for run in own}
         sides = [[run for run in side if run.cell.seed in shared] for side in (reference, own)]
-    return answers.compare(task, *([run.outcome for run in side] for side in sides))
+    return answers.compare(running.kind(bench), bench.study.metric, *([run.outcome for run in side] for side in sides))

@@ -15,6 +15,7 @@ LABELS = {
     "loss": "loss",
     "miou": "mIoU",
     "kendall": "Kendall's τ",
+    "foreground": "tokens on the object, %",
     "gflops": "GFLOPs",
 }
 DIGITS = {"cross_entropy": 4, "loss": 4, "kendall": 3, "gflops": 2, "CIDEr": 1, "BLEU-4": 1, "METEOR": 1, "SPICE": 1}
@@ -90,7 +91,7 @@ def _long(study: Study, kept: Record) -> Table:
     """A line per row and rate."""
     results = kept.results
     name, other = LABELS.get(study.metric, study.metric), SECOND.get(study.task, "")
-    if study.measure == "kendall":
+    if study.measure != "accuracy":
         other = ""
     first = "blocks" if study.measure == "kendall" else "r"
     full = results["scale"] == "full"
@@ -98,7 +99,8 @@ def _long(study: Study, kept: Record) -> Table:
     if other:
         columns.append(LABELS.get(other, other))
     columns += [f"against {study.reference} (95 %)"]
-    if study.measure != "kendall":
+    counted = study.measure == "accuracy"
+    if counted:
         columns += ["GFLOPs"] if not full else ["GFLOPs: paper", "counted as the paper does"]
     rows = []
     for row in results["rows"]:
@@ -110,14 +112,28 @@ def _long(study: Study, kept: Record) -> Table:
         if other:
             line.append(_number(other, row["metrics"][other]) if other in row["metrics"] else "")
         line.append(_against(row["against_reference"], study.metric))
-        if study.measure != "kendall":
+        if counted:
             printed = study.paper.find(row["row"], row["rate"]).get("gflops")
             if full:
                 line += ["" if printed is None else f"{printed:g}", f"{row['metrics']['paper'] / 1e9:.2f}"]
             else:
                 line.append(f"{row['metrics']['macs'] / 1e9:.3g}")
         rows.append(tuple(line))
+    if full:
+        rows += _unmeasured(study, results, len(columns))
     return Table(study.title, tuple(columns), tuple(rows), caption(kept))
+
+
+def _unmeasured(study: Study, results: Mapping[str, Any], width: int) -> list[tuple[str, ...]]:
+    """What the paper prints and was not measured."""
+    there = {(row["row"], row["rate"]) for row in results["rows"]}
+    missing = [tuple(map(str, line[:2])) for line in study.paper.values if tuple(map(str, line[:2])) not in there]
+    found = []
+    for row, rate in missing:
+        printed = study.paper.find(row, rate).get(study.metric)
+        line = [row, rate, "" if printed is None else _number(study.metric, printed), "not measured"]
+        found.append((*line, *[""] * (width - len(line))))
+    return found
 
 
 def _matrix(study: Study, kept: Record) -> Table:
