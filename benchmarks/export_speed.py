@@ -24,6 +24,8 @@ from dtem.export import onnx
 from dtem.measure import flops, throughput
 
 OWN, PLAIN = "unmerged", "unmerged, torch's exporter"
+REST = 0.05
+"""Seconds between two runs: the threads of each file's session spin for some milliseconds after a run."""
 
 
 def main() -> None:
@@ -48,10 +50,10 @@ def main() -> None:
             }
             images = torch.randn(batch, *image)
             rounds = args.rounds or (60 if batch == 1 else 12)
-            timing = throughput.compare(runs, images, rounds, warmup=3)
+            timing = throughput.compare(runs, images, rounds, warmup=3, rest=REST)
             over = OWN if timing[OWN].seconds <= timing[PLAIN].seconds else PLAIN
             if over == PLAIN:
-                timing = throughput.compare({PLAIN: runs.pop(PLAIN), **runs}, images, rounds, warmup=1)
+                timing = throughput.compare({PLAIN: runs.pop(PLAIN), **runs}, images, rounds, warmup=1, rest=REST)
             for r in rates:
                 spread = timing[f"r={r}"].speedup
                 ratio = macs[0] / macs[r]

@@ -53,6 +53,7 @@ def compare(
     rounds: int = 10,
     warmup: int = 2,
     *,
+    rest: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
@@ -63,6 +64,8 @@ def compare(
         batch: images first dimension; a CUDA batch makes every timing wait for the device.
         rounds: timed rounds; each times every contender once.
         warmup: rounds before those, not timed.
+        rest: seconds of sleep before every timing, for runtimes with threads of their own: onnxruntime's go on spinning
+            for a while after a run, and would take the next contender's cores.
         clock: seconds, as `time.perf_counter` gives them.
         progress: called after every round, outside of all timings.
     """
@@ -78,6 +81,8 @@ def compare(
             order = names[first:] + names[:first]
             for name in order if turn % 2 == 0 else reversed(order):
                 _synchronise(batch)
+                if rest:
+                    time.sleep(rest)
                 start = clock()
                 contenders[name](batch)
                 _synchronise(batch)
