@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--img-size", metavar="N", help="image size where it is not the model's own: 384 or 224x320")
     add("--norm", choices=("half", "imagenet"), help="segmentation: mean and deviation of pixels; default half")
     add("--seeds", metavar="LIST", help="with commas; default: the study's")
-    add("--only", metavar="PATTERN", help="cells whose name fits, such as 'dtem*' or '*seed 0'")
+    add("--only", metavar="PATTERN", help="run cells whose name fits, such as 'dtem*' or '*seed 0'")
     add("--updates", metavar="N", type=int, help="of every training, instead of the study's")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of training; default: the study's")
     add("--workers", metavar="N", type=int, help="processes that decode images; default 0 at small scale")
     add("--threads", metavar="N", type=int, help="of torch; default: its own")
     add("--work", metavar="DIR", default="runs/reproduce", help="where cells are kept; default %(default)s")
-    add("--out", metavar="DIR", help="keep the study's record here too, as NAME-SCALE.json, and its plot")
+    add("--out", metavar="DIR", help="keep the study's record here too, as NAME-SCALE.json, for dtem report")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,11 +77,10 @@ def run(args: argparse.Namespace) -> int:
     from dtem.reproduce import cells, specs
 
     study = specs.find(args.name)
-    found = cells.expand(study, args.scale, _seeds(args.seeds), args.only)
+    found = cells.expand(study, args.scale, _seeds(args.seeds))
+    asked = cells.only(found, args.only)
     bench = _bench(args, study)
-    if args.plan:
-        return _plan(args, bench, found)
-    return _run(args, bench, found)
+    return _plan(args, bench, asked) if args.plan else _run(args, bench, found, asked)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -191,29 +190,29 @@ def _plan(args: argparse.Namespace, bench: "Bench", found: "list[Cell]") -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, bench: "Bench", found: "list[Cell]") -> int:
+def _run(args: argparse.Namespace, bench: "Bench", found: "list[Cell]", asked: "list[Cell]") -> int:
+    """Run the cells that are asked for; tables and records are of all that are done."""
     from dtem.files import write_file
     from dtem.measure import record
     from dtem.reproduce import plots, running, summary, tables
     from dtem.visualise import curves
 
     curves.check()
-    running.run(bench, found, args.command)
+    running.run(bench, asked, args.command)
     kept = summary.collect(bench, found, args.command)
-    folders = [bench.work / bench.study.name / args.scale]
+    folder = bench.work / bench.study.name / args.scale
+    path = record.save(kept, summary.path_of(folder, bench.study.name, args.scale))
+    write_file(path.with_suffix(".svg"), plots.draw(bench.study, kept))
     if args.out is not None:
-        folders.append(Path(args.out))
-    for folder in folders:
-        path = record.save(kept, summary.path_of(folder, bench.study.name, args.scale))
-        write_file(path.with_suffix(".svg"), plots.draw(bench.study, kept))
+        record.save(kept, Path(args.out) / path.name)
     drawn = [
         common.table(table.title, table.columns, table.rows, table.caption)
         for table in tables.tables(bench.study, kept)
     ]
-    notes = [f"record and plot: {path.parent}"]
+    notes = [f"record and plot: {folder}"]
     if bench.study.measure == "pictures":
         from dtem.reproduce import pictures
 
-        notes.append(f"pictures: {pictures.draw(bench, found, folders[0] / 'pictures')[0].parent}")
+        notes.append(f"pictures: {pictures.draw(bench, found, folder / 'pictures')[0].parent}")
     common.show(args, kept.results, *drawn, *notes)
     return 0

@@ -42,24 +42,27 @@ class Cell:
         return f"{self.row}, seed {self.seed}" if self.seeded else self.row
 
 
-def expand(study: Study, scale: str, seeds: Sequence[int] | None = None, only: str | None = None) -> list[Cell]:
-    """The cells of a study; `only` is a pattern (``dtem*``) that their names must fit."""
+def expand(study: Study, scale: str, seeds: Sequence[int] | None = None) -> list[Cell]:
+    """All cells of a study."""
     asked = study.at(scale)
-    chosen = [
+    return [
         cell
         for label, model in (asked.models or {"": {}}).items()
-        for cell in _of_model(study, asked, label, model, tuple(seeds) if seeds else asked.seeds)
-        if only is None or fnmatchcase(cell.name, only)
+        for cell in _of_model(asked, label, model, tuple(seeds) if seeds else asked.seeds)
     ]
+
+
+def only(cells: Sequence[Cell], pattern: str | None) -> list[Cell]:
+    """Those whose name fits a pattern such as ``dtem*``."""
+    chosen = [cell for cell in cells if pattern is None or fnmatchcase(cell.name, pattern)]
     if not chosen:
         from dtem.types import DtemError
 
-        every = "" if only is None else f" that fit --only {only}"
-        raise DtemError(f"study {study.name!r} has no cells at {scale} scale{every}")
+        raise DtemError(f"--only {pattern}: no cell is called so; --plan lists them: {cells[0].name}, …")
     return chosen
 
 
-def _of_model(study: Study, asked: Scale, label: str, model: Values, seeds: Sequence[int]) -> Iterator[Cell]:
+def _of_model(asked: Scale, label: str, model: Values, seeds: Sequence[int]) -> Iterator[Cell]:
     for name, values in asked.baselines.items():
         own = {"method": "tome" if name == UNMERGED else name, **values}
         rates = {"": "0"} if name == UNMERGED else _rates(name, values, model, asked)

@@ -28,7 +28,8 @@ def draw(study: Study, kept: Record, form: str = "svg") -> bytes:
     FigureCanvasAgg(figure)
     for place, metric in enumerate(metrics):
         _panel(study, kept.results, metric, figure.add_subplot(1, len(metrics), place + 1))
-    figure.suptitle(f"{study.title} ({kept.results['scale']} scale: {', '.join(kept.results['about']['models'])})")
+    where = f"{kept.results['scale']} scale: {', '.join(kept.results['about']['models'])}"
+    figure.suptitle(f"{study.title}\n{where}", fontsize=10)
     content = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dtem"}):
         figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else None, dpi=150)
@@ -43,10 +44,10 @@ def _panel(study: Study, results: Mapping[str, Any], metric: str, axes: Any) -> 
     for index, (name, points) in enumerate(lines.items()):
         x = [point[0] for point in points]
         y = [point[1] for point in points]
-        axes.plot(x, y, marker=_MARKERS[index % len(_MARKERS)], label=name)
+        (line,) = axes.plot(x, y, marker=_MARKERS[index % len(_MARKERS)], label=name)
         for place, _, seeds in points:
             if len(seeds) > 1:
-                axes.plot([place] * len(seeds), seeds, ".", color="0.5", markersize=4, zorder=0)
+                axes.plot([place] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.5, markersize=4, zorder=0)
     numbers = [point[0] for points in lines.values() for point in points]
     if study.axis not in ("gflops", "rate") and numbers and all(isinstance(x, int | float) for x in numbers):
         positive = [x for x in numbers if x > 0]

@@ -159,9 +159,7 @@ def _found(bench: Bench, cell: Cell, handle: Handle, data_config: dict[str, Any]
 
 
 def _judged(bench: Bench, cell: Cell, handle: Handle, data_config: dict[str, Any], rates: list[str]) -> Found:
-    config = dataclasses.replace(
-        bench.config(cell), data=bench.splits["train"], eval_data=bench.splits["eval"], eval_r=",".join(rates)
-    )
+    config = dataclasses.replace(bench.config(cell), eval_data=bench.splits["eval"], eval_r=",".join(rates))
     print(f"evaluating at r = {', '.join(rates)}", file=sys.stderr, flush=True)
     found: Found = {}
     for rate, (outcome, metrics) in judge(handle, config, data_config).items():

@@ -1,0 +1,190 @@
+"""Studies run once: what is there is not made again, what has changed is, and what was stopped goes on."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from dtem.measure import record
+from dtem.reproduce import answers, cells, images, running, summary, tables
+from dtem.reproduce.running import done
+from dtem.types import DtemError
+from reproduce.conftest import bench_of, study
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many trainings were begun."""
+    calls = []
+    real = running.train
+    monkeypatch.setattr(running, "train", lambda *given: calls.append(given[1].out) or real(*given))
+    return calls
+
+
+def test_a_study_from_beginning_to_table(bench, photographs, counted):
+    found = cells.expand(bench.study, "small", [0])
+    running.run(bench, found[:-1], ["dtem"])
+    partly = summary.collect(bench, found, ["dtem"])
+    assert partly.results["missing"] == ["temperature = 0.3, seed 0"]
+    assert len(counted) == 1
+    running.run(bench, found, ["dtem"])
+    assert len(counted) == 2, "what was there is not run again"
+    kept = summary.collect(bench, found, ["dtem"])
+    rows = {(row["row"], row["rate"]): row for row in kept.results["rows"]}
+    assert set(rows) == {("unmerged", "")} | {
+        (name, rate) for name in ("tome", "temperature = 0.1", "temperature = 0.3") for rate in ("8", "16")
+    }
+    assert rows["tome", "16"]["against_reference"] is None
+    assert set(rows["temperature = 0.1", "16"]["against_reference"]) == {"top1", "loss"}
+    assert kept.results["about"]["training_images"] == 16, "train and extra"
+    assert [claim["rate"] for claim in kept.results["claims"]] == ["8", "16", "16"]
+    text = "\n".join(table.markdown() for table in tables.tables(bench.study, kept))
+    assert "Small scale: mnist_vit" in text
+    assert "Not to be compared" in text
+    assert text.count("Small scale") == 2, "every table of numbers that were measured says so"
+    assert "Printed in the paper, full scale: DeiT-S" in text
+
+    again = bench_of(study(title="Renamed", rates=[8, 12]), photographs, bench.work)
+    running.run(again, cells.expand(again.study, "small", [0]), ["dtem"])
+    assert len(set(counted)) == 2, "another rate needs another evaluation, no other training"
+    changed = bench_of(study(settings={"batch": 4, "updates": 1, "workers": 0}), photographs, bench.work)
+    (cell,) = cells.only(cells.expand(changed.study, "small", [0]), "*0.3*")
+    assert done(changed, cell) is None
+    running.run(changed, [cell], ["dtem"])
+    assert len(set(counted)) == 3, "other settings are another cell"
+
+
+def test_a_record_of_other_settings_is_not_taken(bench):
+    (cell,) = cells.only(cells.expand(bench.study, "small"), "tome")
+    running.run(bench, [cell], ["dtem"])
+    path = bench.folder_of(cell) / running.FILE
+    assert done(bench, cell) is not None
+    content = json.loads(path.read_text())
+    content["results"]["identity"]["method"]["name"] = "evit"
+    path.write_text(json.dumps(content))
+    assert done(bench, cell) is None
+
+
+def test_a_stopped_training_goes_on(bench, monkeypatch):
+    (cell,) = cells.only(cells.expand(bench.study, "small", [1]), "*0.3*")
+    judge = running.judge
+    monkeypatch.setattr(running, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        running.run(bench, [cell], ["dtem"])
+    monkeypatch.setattr(running, "judge", judge)
+    before = (bench.folder_of(cell) / "run" / "log.jsonl").read_text()
+    running.run(bench, [cell], ["dtem"])
+    assert done(bench, cell) is not None
+    assert (bench.folder_of(cell) / "run" / "log.jsonl").read_text() == before, "no update was made twice"
+
+
+def test_a_cell_that_another_run_has_taken_is_left_to_it(bench):
+    (cell,) = cells.only(cells.expand(bench.study, "small"), "tome")
+    folder = bench.folder_of(cell)
+    with running._claimed(folder, True, wait=False) as first, running._claimed(folder, True, wait=False) as second:
+        assert (first, second) == (True, False)
+    with running._claimed(folder, True, wait=False) as later:
+        assert later
+
+
+def test_options_of_the_study_are_for_methods_that_know_them(photographs, tmp_path):
+    spec = study(settings={"batch": 4, "updates": 1, "init": "random"})
+    found = bench_of(spec, photographs, tmp_path)
+    tome, ours = (next(c for c in cells.expand(spec, "small") if c.method == name) for name in ("tome", "dtem"))
+    assert found.config(tome).options == {}
+    assert found.config(ours).options["init"] == "random"
+    own = study(small={"cells": {"tome": {"method": "tome", "mode": "finetune", "init": "random"}}})
+    cell = next(c for c in cells.expand(own, "small") if c.trained)
+    with pytest.raises(DtemError, match="'init'"):
+        bench_of(own, photographs, tmp_path).untrained(cell)
+
+
+def test_a_part_of_the_images_is_drawn_by_its_seed(photographs, tmp_path):
+    whole = images.learned_from(str(photographs / "train"), 1.0, 0, tmp_path)
+    parts = {
+        (part, seed): set(images.listed(images.learned_from(str(photographs / "train"), part, seed, tmp_path)))
+        for part, seed in ((0.25, 0), (0.5, 0), (0.5, 1))
+    }
+    assert len(images.listed(whole)) == 16
+    assert [len(part) for part in parts.values()] == [4, 8, 8]
+    assert parts[0.25, 0] < parts[0.5, 0]
+    assert parts[0.5, 0] != parts[0.5, 1]
+    with pytest.raises(DtemError, match="fraction"):
+        images.learned_from(str(photographs / "train"), 0.0, 0, tmp_path)
+
+
+def test_rank_correlations_are_a_study(photographs, tmp_path):
+    spec = study(
+        measure="kendall",
+        metric="kendall",
+        reference="before",
+        axis="rate",
+        settings={"batch": 4, "updates": 1, "init": "random"},
+        baselines={"before": {"method": "dtem", "seeded": True}},
+        cells={"after": {}},
+        rates={"first": "1-4", "rest": "5-12"},
+        small={"preset": "few", "images": 4, "seeds": [0]},
+        paper={},
+    )
+    found = bench_of(spec, photographs, tmp_path)
+    every = cells.expand(spec, "small")
+    running.run(found, every, ["dtem"])
+    kept = summary.collect(found, every, ["dtem"])
+    assert [(row["row"], row["rate"]) for row in kept.results["rows"]] == [
+        (name, rate) for name in ("before", "after") for rate in ("first", "rest")
+    ]
+    assert all(-1 <= row["metrics"]["kendall"] <= 1 for row in kept.results["rows"])
+    assert set(kept.results["rows"][2]["against_reference"]) == {"kendall"}
+    (table,) = tables.tables(spec, kept)
+    assert "Kendall's τ" in table.columns
+
+
+def test_intervals_grow_with_what_seeds_do():
+    torch.manual_seed(0)
+    each = torch.randn(3, 500)
+    one, alike = answers.over_seeds(each[:1]), answers.over_seeds(each[:1].repeat(3, 1))
+    assert one.high - one.low == pytest.approx(alike.high - alike.low), "the same run thrice tells no more than once"
+    apart = answers.over_seeds(each[:1] + torch.tensor([[-1.0], [0.0], [1.0]]))
+    assert apart.value == pytest.approx(one.value)
+    assert apart.high - apart.low > 5 * (one.high - one.low)
+
+
+@pytest.mark.parametrize(
+    ("top1", "loss", "alike", "said"),
+    [
+        ((0.1, 2.0), (-0.1, 0.1), False, "yes"),
+        ((-2.0, -0.1), (-0.1, 0.1), False, "no: the other way round"),
+        ((-1.0, 1.0), (-0.2, -0.1), False, "in the loss only"),
+        ((-1.0, 1.0), (0.1, 0.2), False, "no: the loss says the other way round"),
+        ((-1.0, 1.0), (-0.1, 0.1), False, "not clear"),
+        ((-1.0, 1.0), (-0.1, 0.1), True, "no difference can be seen"),
+        ((0.1, 1.0), (-0.1, 0.1), True, "no: they differ"),
+    ],
+)
+def test_verdicts(top1, loss, alike, said):
+    found = {"top1": _difference(*top1), "loss": _difference(*loss)}
+    assert answers.verdict(found, "top1", alike) == said
+
+
+def _difference(low, high):
+    return {"value": (low + high) / 2, "low": low, "high": high}
+
+
+def test_full_scale_stands_beside_the_paper():
+    spec = study()
+    row = {"row": "temperature = 0.1", "rate": "16", "r": "16", "trained": True, "settings": {}, "seeds": [0]}
+    metrics = {"top1": 79.0, "cross_entropy": 0.9, "macs": 2.3e9, "paper": 2.34e9}
+    row |= {"metrics": metrics, "by_seed": {"top1": [79.0]}, "against_reference": None}
+    about = {"models": ["deit_small"], "training_images": 1000, "images": 50, "updates": None, "epochs": 30}
+    about |= {"batch": 1024, "seeds": [0], "dtype": "fp32"}
+    results = {"study": "tiny", "scale": "full", "about": about, "missing": [], "rows": [row], "claims": []}
+    kept = record.collect("reproduce", results)
+    (table,) = tables.tables(spec, kept)
+    line = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (line["top-1 %: paper"], line["measured"], line["difference"]) == ("79.50", "79.00", "-0.50")
+    assert line["GFLOPs: paper"] == "2.35"
+    assert line["counted as the paper does"] == "2.34"
+    assert table.rows[1][:4] == ("temperature = 0.7", "16", "70.00", "not measured")
+    (matrix,) = tables.tables(dataclasses.replace(spec, layout="matrix"), kept)
+    assert matrix.rows == (("temperature = 0.1", "79.50", "79.00", "-0.50"),)
