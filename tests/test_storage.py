@@ -145,6 +145,7 @@ def test_header_says_what_the_file_is(tmp_path: Path) -> None:
             "candidates": None,
             "exclude": "mass",
             "sparse": False,
+            "priced": False,
             "learn_rates": False,
             "flops_weight": 100.0,
         },

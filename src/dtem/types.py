@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     """Index of the token that holds each patch, −1 if it was dropped; tracked only when asked for."""
     excluded: int = 0
     """Tokens at the end of the sequence that take no further part in merging (soft training)."""
-    carry: dict[str, Tensor] = {}  # noqa: RUF012 - never mutated, only replaced
+    carry: dict[str, Any] = {}  # noqa: RUF012 - never mutated, only replaced
     """What a method hands on to its own next step (tokens set aside, running scores, …)."""
 
     def replace(self, **changes: Any) -> "Tokens":

@@ -5,7 +5,7 @@ import sys
 
 from torch import nn
 
-from dtem.adapters.base import Adapter, Merger, Trace, auxiliary, tracing
+from dtem.adapters.base import Adapter, Auxiliary, Merger, Trace, auxiliary, tracing
 from dtem.types import DtemError
 
 ADAPTERS = {
@@ -78,4 +78,4 @@ def asked(model: nn.Module) -> nn.Module:
     return model
 
 
-__all__ = ["ADAPTERS", "Adapter", "Merger", "Trace", "asked", "auxiliary", "find", "load", "tracing"]
+__all__ = ["ADAPTERS", "Adapter", "Auxiliary", "Merger", "Trace", "asked", "auxiliary", "find", "load", "tracing"]

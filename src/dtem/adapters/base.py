@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from dtem import ops
 from dtem import schedule as schedules
 from dtem.methods import Method
 from dtem.types import Above, HostSpec, Taps, Tokens
@@ -164,13 +165,20 @@ def current_trace() -> Trace | None:
     return None if torch.compiler.is_compiling() else _trace.get()
 
 
-_losses: contextvars.ContextVar[dict[str, Tensor] | None] = contextvars.ContextVar("dtem_losses", default=None)
+class Auxiliary(dict[str, Tensor]):
+    """What a method says of a soft forward beside its outcome: losses by name, to be added to the task's."""
+
+    offers: tuple[ops.Offer, ...] = ()
+    """Merges to be priced: their cost is the loss."""
+
+
+_losses: contextvars.ContextVar[Auxiliary | None] = contextvars.ContextVar("dtem_losses", default=None)
 
 
 @contextlib.contextmanager
-def auxiliary() -> Iterator[dict[str, Tensor]]:
-    """Collect the method's own losses, by name, from the soft forward that this thread makes inside."""
-    found: dict[str, Tensor] = {}
+def auxiliary() -> Iterator[Auxiliary]:
+    """Collect what the method has to say of the soft forward that this thread makes inside."""
+    found = Auxiliary()
     token = _losses.set(found)
     try:
         yield found
@@ -179,10 +187,11 @@ def auxiliary() -> Iterator[dict[str, Tensor]]:
 
 
 def finish(method: Method, tokens: Tokens) -> None:
-    """The walk is done: hand the method's losses to whoever collects them (nobody does in a compiled graph)."""
+    """The walk is done: hand what the method says to whoever collects it (nobody does in a compiled graph)."""
     found = None if torch.compiler.is_compiling() else _losses.get()
     if found is not None and method.soft:
         found.update(method.losses(tokens))
+        found.offers += method.offers(tokens)
 
 
 def checkpointed(run: Callable[..., Any], *args: Any) -> Any:

@@ -8,7 +8,8 @@ A host's adapter drives every block through the same four steps, and a method fi
     tokens = <host MLP, residual added>
     tokens = method.after(layer, tokens, r)             rejoin what was set aside
 
-A soft forward may end in losses of the method's own (`method.losses(tokens)`), which training adds to the task's.
+A soft forward may end in losses of the method's own (`method.losses(tokens)`), which training adds to the task's; and
+in offers of merges (`method.offers(tokens)`), whose expected cost then is the loss.
 
 All state of a forward travels in `Tokens` (what is the method's own in `Tokens.carry`), so a method object holds only
 its trained parts and settings: it can be shared by threads, checkpointed, compiled and pickled.
@@ -111,6 +112,10 @@ class Method(nn.Module):
     def losses(self, tokens: Tokens) -> dict[str, Tensor]:
         """Losses beside the task's, by name, weighted already; from the tokens at the end of a soft forward."""
         return {}
+
+    def offers(self, tokens: Tokens) -> tuple[ops.Offer, ...]:
+        """Merges that a soft forward has offered instead of making them (`ops.pricing`)."""
+        return ()
 
     @property
     def proportional(self) -> bool:

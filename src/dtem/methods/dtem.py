@@ -47,6 +47,8 @@ class DtemConfig(SoftConfig):
         check_count("dim", self.dim)
         if not isinstance(self.learn_rates, bool):
             raise DtemError(f"learn_rates = {self.learn_rates!r} must be True or False")
+        if self.learn_rates and self.priced:
+            raise DtemError("priced = True cannot learn rates: each block's merges are priced at a given r")
         check_positive("flops_weight", self.flops_weight)
         if not isinstance(self.hidden, tuple) or not all(map(is_count, self.hidden)):
             raise DtemError(f"hidden = {self.hidden!r} must be a tuple of whole numbers, each 1 or more")

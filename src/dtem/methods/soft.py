@@ -9,6 +9,7 @@ import dataclasses
 from abc import abstractmethod
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -33,12 +34,17 @@ class SoftConfig(Config):
     sparse: bool = False
     """Tokens that leave the merging give away all of themselves and are computed on no more: training takes half the
     time and learns somewhat less (docs/training.md)."""
+    priced: bool = False
+    """Learn what each merge would do to the output (`ops.pricing`), instead of through relaxed merges."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("exclude", self.exclude, ("mass", "size"))
-        if not isinstance(self.sparse, bool):
-            raise DtemError(f"sparse = {self.sparse!r} must be True or False")
+        for name in ("sparse", "priced"):
+            if not isinstance(getattr(self, name), bool):
+                raise DtemError(f"{name} = {getattr(self, name)!r} must be True or False")
+        if self.sparse and self.priced:
+            raise DtemError("sparse = True and priced = True are two ways to learn: choose one")
         if self.sparse and self.exclude != "mass":
             raise DtemError(f"sparse = True goes with exclude = 'mass', not {self.exclude!r}: only A tokens can leave")
         for name in ("temperature", "scale"):
@@ -104,6 +110,8 @@ class SoftMethod(Method):
             tokens = tokens.replace(carry={**tokens.carry, "rates": self.rates()})
         if self.host.pooling == "prefix" and layer == self.host.depth - 1:
             return tokens  # what the last block merges never reaches the class token
+        if self.config.priced:
+            return self._price(layer, tokens, taps, r)
         steps, gates = self._steps(layer, tokens, r)
         return tokens if steps == 0 else self._merge_softly(tokens, self.metric(layer, taps), r, steps, gates)
 
@@ -115,6 +123,25 @@ class SoftMethod(Method):
         rate = tokens.carry["rates"][layer]
         steps = min(r + 1, ops.limit(tokens.x.shape[1] - self.host.prefix - tokens.excluded))
         return steps, ops.step_gates(r + (rate - rate.detach().round()), steps)
+
+    def _price(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        """Of two neighbouring blocks one, drawn for this forward, merges twice as many tokens; the other merges none,
+        and its edges are priced: so what they would do is seen where earlier blocks have merged."""
+        if "draw" not in tokens.carry:
+            draw = torch.randint(2, ((self.host.depth + 1) // 2,)).tolist()
+            tokens = tokens.replace(carry={**tokens.carry, "draw": draw, "offers": ()})
+        prefix, metric = self.host.prefix, self.metric(layer, taps)
+        if tokens.carry["draw"][layer // 2] == layer % 2:
+            return merge_matched(tokens, metric, min(2 * r, ops.limit(tokens.x.shape[1] - prefix)), prefix)
+        nudge = torch.zeros_like(tokens.x, requires_grad=True)
+        edges = self.edges(ops.cosine(metric, prefix), r, None)
+        offer = ops.Offer(edges, tokens.x.detach(), full_size(tokens).detach(), nudge, prefix)
+        carry = {**tokens.carry, "offers": (*tokens.carry["offers"], offer)}
+        return tokens.replace(x=tokens.x + nudge, carry=carry)
+
+    def offers(self, tokens: Tokens) -> tuple[ops.Offer, ...]:
+        found: tuple[ops.Offer, ...] = tokens.carry.get("offers", ())
+        return found
 
     def _merge_softly(
         self, tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, steps: int, gates: Float[Tensor, " steps"] | None

@@ -1,6 +1,7 @@
 """The method's equations: pure functions on tensors, one per equation.
 
-`matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training;
+`matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training, `pricing`
+the way to learn without it;
 `pruning` serves the methods that drop tokens instead, `squeezing` and `clustering` other ways to merge them.
 """
 
@@ -11,6 +12,7 @@ from dtem.ops.density import density_peaks
 from dtem.ops.grouping import gumbel_group, row_mass, soft_group, step_gates
 from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
 from dtem.ops.merging import SoftMerge, give_all, merge, soft_merge, take
+from dtem.ops.pricing import Offer, effect, expected_cost
 from dtem.ops.pruning import fuse, prune, pruned_source
 from dtem.ops.sampling import sample
 from dtem.ops.squeezing import find_hosts, squeeze
@@ -18,6 +20,7 @@ from dtem.ops.unmerge import unmerge
 
 __all__ = [
     "Matching",
+    "Offer",
     "SoftMerge",
     "attend",
     "class_attention",
@@ -25,6 +28,8 @@ __all__ = [
     "compose",
     "cosine",
     "density_peaks",
+    "effect",
+    "expected_cost",
     "find_hosts",
     "fuse",
     "give_all",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dtem.handle import Handle
 from dtem.tasks.classification import evaluate, outcomes
 from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, mixup_of, train_transform
-from dtem.tasks.classification.loss import distill_loss, feature_loss, task_loss
+from dtem.tasks.classification.loss import distill_loss, feature_loss, readings, task_loss
 from dtem.tasks.classification.sources import open_source
 from dtem.training.config import TrainConfig
 from dtem.training.tasks import Forward, share_of
@@ -18,6 +18,10 @@ from dtem.types import DtemError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+READINGS = 2
+"""Of the output, per update, where merges are priced: each takes one backward pass."""
 
 
 class Classification:
@@ -35,6 +39,7 @@ class Classification:
                 f"the model has no classifier, so loss = {config.loss!r} and eval_data = {config.eval_data!r} mean "
                 "nothing to it: train with --loss distill and no --eval-data, and judge it by `dtem eval --knn`"
             )
+        self.priced = bool(config.options.get("priced"))
         self.loader = self._training_loader(data_config)
         self.eval_loader = self._evaluation_loader(data_config) if config.eval_data else None
 
@@ -78,11 +83,14 @@ class Classification:
         )
 
     def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
-        """The loss of one batch. `teacher` is called only if the loss needs it, and before `student`."""
+        """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
+        needs it, and before `student`."""
         config, device = self.config, self.accelerator.device
         images, target = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
         if self.mixup is not None:
             images, target = mix(self.mixup, images, target, seed)
+        if self.priced:
+            return readings(student(images).float(), READINGS, self.classes is not None)
         taught = None if config.loss == "task" else teacher(images).float()
         logits = student(images).float()
         parts = []

@@ -144,6 +144,10 @@ class TrainConfig:
                 f"gflops = {self.gflops:g} goes with schedule = 'learned'; a fixed schedule of that cost is "
                 f"r = '{self.gflops:g}G'"
             )
+        if self.options.get("priced"):
+            for name, value in {"task": "classification", "loss": "distill", "checkpointing": False}.items():
+                if (other := getattr(self, name)) != value:
+                    raise _error(f"option priced goes with {name} = {value!r}, not {other!r} (docs/training.md)")
         if self.mode == "modular" and self.method == "tome_soft":
             raise _error("method 'tome_soft' has nothing that learns beside the model; use mode = 'end-to-end'")
 

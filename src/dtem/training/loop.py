@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtem import adapters
+from dtem import adapters, ops
 from dtem.handle import Handle, patch
 from dtem.training import keep
 from dtem.training.config import TrainConfig
@@ -190,10 +190,11 @@ class Run:
         total = torch.zeros((), device=self.accelerator.device)
         parts: dict[str, Tensor] = {}
         for index, batch in enumerate(passes):
-            own: dict[str, Tensor] = {}
+            own = adapters.Auxiliary()
             with self.accelerator.autocast():
                 student = functools.partial(self._student, phase, rate, own)
                 loss = self.task.loss(batch, self._number(2, process, index), student, self._teach)
+                loss = ops.expected_cost(loss, own.offers) if own.offers else loss
                 loss = sum(own.values(), loss) / len(passes)
             self.accelerator.backward(loss)
             total += loss.detach()
@@ -215,13 +216,14 @@ class Run:
             values[f"loss/{name}"] = float(self.accelerator.reduce(part, reduction="mean"))
         return values
 
-    def _student(self, phase: Phase, rate: str, own: dict[str, Tensor], *inputs: Tensor) -> Tensor:
-        """The logits; the method's own losses go into `own`."""
+    def _student(self, phase: Phase, rate: str, own: adapters.Auxiliary, *inputs: Tensor) -> Tensor:
+        """The logits; what the method has to say of them goes into `own`."""
         enter(self.plan, phase, self.handle, rate, grown(self.update, self.total, self.config.ramp))
         self.handle.method.train(phase.soft)  # what is random in a method is so where it learns, even by a frozen host
-        with adapters.auxiliary() as losses:
+        with adapters.auxiliary() as said:
             logits: Tensor = self.handle.model(*inputs)
-        own.update(losses)
+        own.update(said)
+        own.offers = said.offers
         return logits
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """Losses of classification. Labels are optional: a model can teach its merged self."""
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,6 +21,20 @@ def task_loss(
 def feature_loss(features: Float[Tensor, "b c"], teacher: Float[Tensor, "b c"]) -> Float[Tensor, ""]:
     """1 − cosine: the merged model's features are to point where the unmerged one's do."""
     return 1 - F.cosine_similarity(features, teacher, dim=-1).mean()
+
+
+def readings(output: Float[Tensor, "b k"], count: int, probabilities: bool = True) -> Float[Tensor, " count"]:
+    """Random numbers read off the output, each summed over the images, by which `ops.pricing` prices a merge.
+
+    Half the expected square of what a change of the output does to them is, to second order, KL(before ‖ after) of the
+    `probabilities`; of features, 1 − cosine.
+    """
+    draws = torch.randn(count, *output.shape, device=output.device)
+    if not probabilities:
+        return (F.normalize(output, dim=-1) * draws).sum(dim=(1, 2))
+    p = output.detach().softmax(dim=-1)
+    draws = draws * p.sqrt()
+    return (output * (draws - p * draws.sum(dim=-1, keepdim=True))).sum(dim=(1, 2))
 
 
 def distill_loss(
