@@ -56,6 +56,7 @@ wheel: setup
 	$(PYTHON) -m venv .venv-wheel
 	$(UV) --python .venv-wheel/bin/python -c constraints.txt dist/*.whl
 	cd .venv-wheel && bin/python -c "import dtem; print(dtem.__version__, dtem.patch)" && bin/dtem flops deit_tiny_patch16_224 --r 0,16
+	cd .venv-wheel && bin/python -c "from dtem.reproduce import specs; assert 'modular' in specs.names(), specs.folder()"
 
 clean:
 	rm -rf $(VENV) $(OLD) .venv-wheel dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """The HTML report and the tables of the documentation."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -58,6 +59,20 @@ def test_the_report_holds_everything_itself(records, tmp_path, capsys):
     assert text.count("Not yet measured") == len(specs.names()) - 1
 
 
+def test_other_records_are_there_too(records, tmp_path, capsys):
+    rows = [
+        {"model": "a", "speedup": {"median": 2.0, "low": 1.9, "high": 2.1}, "parts": {"encoder": 3}, "plan": [1, 2]}
+    ]
+    record.save(record.collect("speed", rows), records / "speed.json")
+    record.save(record.collect(pages.CELL, {}), records / "cell.json")
+    (records / "captions.json").write_text("{}")
+    assert main(["report", "--records", str(records), "--out", str(tmp_path / "all.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records"] == ["temperature-small", "speed"]
+    text = (tmp_path / "all.html").read_text()
+    for cell in ("2 (1.9 … 2.1)", "parts encoder", "1, 2"):
+        assert cell in text
+
+
 def test_tables_of_a_page_follow_the_records(records, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n" + "".join(f"<!-- study: {name} -->\n<!-- end -->\n" for name in specs.names()))
@@ -93,8 +108,9 @@ def test_what_is_wrong_is_named(tmp_path, capsys):
 
 def test_the_documentation_is_in_step_with_the_records():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    folder = ROOT / "benchmarks" / "results" / "reproduce"
-    assert pages.fill(text, pages.records(folder)) == text, "run: dtem report --docs docs/results.md"
+    studies, others = pages.records(ROOT / "benchmarks" / "results")
+    assert "speed" in others
+    assert pages.fill(text, studies) == text, "run: dtem report --docs docs/results.md"
 
 
 def test_plan_and_run_from_the_command_line(photographs, tmp_path, capsys):

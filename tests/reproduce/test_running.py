@@ -9,6 +9,7 @@ import torch
 from dtem.measure import record
 from dtem.reproduce import answers, cells, images, running, summary, tables
 from dtem.reproduce.running import done
+from dtem.tasks.classification.outcomes import Outcomes
 from dtem.types import DtemError
 from reproduce.conftest import bench_of, study
 
@@ -148,6 +149,17 @@ def test_intervals_grow_with_what_seeds_do():
     apart = answers.over_seeds(each[:1] + torch.tensor([[-1.0], [0.0], [1.0]]))
     assert apart.value == pytest.approx(one.value)
     assert apart.high - apart.low > 5 * (one.high - one.low)
+
+
+def test_images_are_compared_by_name():
+    labels, loss = torch.arange(4), torch.rand(4)
+    predicted = torch.arange(4)[:, None].repeat(1, 5)
+    first = Outcomes(list("abcd"), labels, predicted, loss)
+    turned = Outcomes(list("dcba"), labels.flip(0), predicted.flip(0), loss.flip(0))
+    assert answers.compare("classification", "top1", [first], [turned])["loss"]["high"] == 0
+    other = Outcomes(list("abce"), labels, predicted, loss)
+    with pytest.raises(DtemError, match="same images"):
+        answers.compare("classification", "top1", [first], [other])
 
 
 @pytest.mark.parametrize(

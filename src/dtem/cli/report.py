@@ -1,4 +1,4 @@
-"""All records of `dtem reproduce` as one HTML page, and as the tables of a page of documentation.
+"""All records as one HTML page, those of `dtem reproduce` first; and as the tables of a page of documentation.
 
 The page holds everything itself: tables, plots, and how each number was got. In a Markdown page, what stands between
 <!-- study: NAME --> and <!-- end --> is drawn anew.
@@ -11,7 +11,7 @@ from typing import Any
 from dtem.cli import common
 
 NAME = "report"
-HELP = "the records of dtem reproduce as one HTML page"
+HELP = "all records as one HTML page"
 EXAMPLES = """\
 examples:
   dtem report --out report.html
@@ -19,13 +19,18 @@ examples:
   dtem report --docs docs/results.md                              draw its tables anew
   dtem report --docs docs/results.md --check                      exit 1 if they are not what the records say
 """
-RECORDS = "benchmarks/results/reproduce"
+RECORDS = "benchmarks/results"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this verb."""
     add = parser.add_argument
-    add("--records", metavar="DIR", default=RECORDS, help="what `dtem reproduce --out` wrote; default %(default)s")
+    add(
+        "--records",
+        metavar="DIR",
+        default=RECORDS,
+        help="what `dtem reproduce --out` and others wrote; default %(default)s",
+    )
     add("--out", metavar="FILE", help="the page; default dtem-report.html, unless --docs is given")
     add("--docs", metavar="FILE", help="a Markdown page whose tables to draw anew")
     add("--check", action="store_true", help="change nothing; exit 1 if --docs is not in step with the records")
@@ -39,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.check and args.docs is None:
         raise DtemError("--check goes with --docs: which page is to be in step with the records?")
-    records = pages.records(Path(args.records))
-    document: dict[str, Any] = {"records": [f"{name}-{scale}" for name, scale in records], "out": None, "stale": None}
+    records, others = pages.records(Path(args.records))
+    names = [*(f"{name}-{scale}" for name, scale in records), *others]
+    document: dict[str, Any] = {"records": names, "out": None, "stale": None}
     lines, code = [], 0
     if args.docs is not None:
         try:
@@ -58,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
             lines.append(f"tables drawn anew: {args.docs}")
     out = args.out or (None if args.docs else "dtem-report.html")
     if out is not None:
-        write_file(out, pages.page(records))
+        write_file(out, pages.page(records, others))
         document["out"] = out
-        lines.append(f"{len(records)} records: {out}")
+        lines.append(f"{len(names)} records: {out}")
     common.show(args, document, *lines)
     return code

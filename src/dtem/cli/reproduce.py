@@ -198,7 +198,8 @@ def _run(args: argparse.Namespace, bench: "Bench", found: "list[Cell]", asked: "
     from dtem.visualise import curves
 
     curves.check()
-    running.run(bench, asked, args.command)
+    if not running.run(bench, asked, args.command):
+        return 0
     kept = summary.collect(bench, found, args.command)
     folder = bench.work / bench.study.name / args.scale
     path = record.save(kept, summary.path_of(folder, bench.study.name, args.scale))

@@ -93,9 +93,11 @@ def over_seeds(each: Tensor) -> Difference:
 
 
 def _classes(a: Outcomes, b: Outcomes) -> dict[str, Tensor]:
-    if a.names != b.names or not torch.equal(a.labels, b.labels):
+    where = {name: index for index, name in enumerate(b.names)}  # several processes have an order of their own
+    if where.keys() != set(a.names):
         raise DtemError("these are not outcomes on the same images; evaluate both on the same data")
-    return {"top1": 100 * (b.correct.double() - a.correct.double()), "loss": b.loss.double() - a.loss.double()}
+    at = torch.tensor([where[name] for name in a.names])
+    return {"top1": 100 * (b.correct[at].double() - a.correct.double()), "loss": b.loss[at].double() - a.loss.double()}
 
 
 def _captions(a: Any, b: Any) -> dict[str, Tensor]:

@@ -112,7 +112,10 @@ class Bench:
             "eval": images.digest(self.splits["eval"]),
         }
         if cell.trained:
-            found["training"] = {name: value for name, value in config.items() if name not in _FREE}
+            # Settings at their defaults are left out, so that a new one does not make other cells of old ones.
+            default = flat(TrainConfig())
+            changed = {name: value for name, value in config.items() if value != default[name] or name == "method"}
+            found["training"] = {name: value for name, value in changed.items() if name not in _FREE}
             found["learned_from"] = images.digest(self.learned_from(cell))
         else:
             found["method"] = {"name": config["method"], **config["options"]}

@@ -5,29 +5,41 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtem.measure import record
-from dtem.reproduce import plots, specs, summary, tables
+from dtem.reproduce import measured, plots, specs, summary, tables
 from dtem.reproduce.specs import SCALES, Study
 from dtem.types import DtemError
 
 MARK = re.compile(r"(<!-- study: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """What stands between is drawn from records."""
+CELL = "reproduce-cell"
+"""Records of single cells, which those of studies sum up."""
 
 
-def records(folder: Path) -> dict[tuple[str, str], record.Record]:
-    """The records of studies in a folder, by study and scale."""
+Studies = Mapping[tuple[str, str], record.Record]
+"""Records by study and scale."""
+
+
+def records(folder: Path) -> tuple[Studies, dict[str, record.Record]]:
+    """The records in a folder and inside it: of studies the newest of each, and of other measurements by name."""
     if not folder.is_dir():
         raise DtemError(f"there are no records at {folder}: `dtem reproduce NAME --out {folder}` makes one")
-    found = {}
-    for name in specs.names():
-        for scale in SCALES:
-            path = summary.path_of(folder, name, scale)
-            if path.is_file():
-                found[name, scale] = record.load(path)
-    return found
+    studies: dict[tuple[str, str], record.Record] = {}
+    others: dict[str, record.Record] = {}
+    for path in sorted(folder.rglob("*.json")):
+        if f'"format": "{record.FORMAT}"' not in path.read_text(encoding="utf-8", errors="replace"):
+            continue
+        kept = record.load(path)
+        if kept.kind == summary.KIND:
+            key = kept.results["study"], kept.results["scale"]
+            if key not in studies or studies[key].time < kept.time:
+                studies[key] = kept
+        elif kept.kind != CELL:
+            others[path.stem] = kept
+    return studies, others
 
 
-def page(kept: Mapping[tuple[str, str], record.Record]) -> str:
-    """One page of all studies; it fetches nothing."""
+def page(kept: Studies, others: Mapping[str, record.Record]) -> str:
+    """One page of all records, studies first; it fetches nothing."""
     from dtem.visualise import report
 
     made = report.Page("dtem: the paper's studies")
@@ -51,10 +63,16 @@ def page(kept: Mapping[tuple[str, str], record.Record]) -> str:
             made.facts({"command": " ".join(one.command), "machine": str(one.machine["cpu"]), "time": one.time})
         if not shown:
             made.text("Not yet measured.")
+    for name, one in others.items():
+        made.heading(f"Other measurements: {name.replace('_', ' ')}")
+        if found := measured.table(name, one):
+            made.table(found.columns, found.rows)
+            made.text(found.caption)
+        made.facts({"command": " ".join(one.command), "time": one.time})
     return made.html()
 
 
-def fill(text: str, kept: Mapping[tuple[str, str], record.Record]) -> str:
+def fill(text: str, kept: Studies) -> str:
     """A page of the documentation with its tables drawn anew: between ``<!-- study: NAME -->`` and ``<!-- end -->``."""
 
     def drawn(found: re.Match[str]) -> str:
@@ -67,7 +85,7 @@ def fill(text: str, kept: Mapping[tuple[str, str], record.Record]) -> str:
     return MARK.sub(drawn, text)
 
 
-def section(study: Study, kept: Mapping[tuple[str, str], record.Record]) -> str:
+def section(study: Study, kept: Studies) -> str:
     """What is known of one study."""
     parts = [f"The paper: {study.finding}"]
     for scale in SCALES:

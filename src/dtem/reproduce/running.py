@@ -26,8 +26,11 @@ KIND = "reproduce-cell"
 FILE = "record.json"
 
 
-def run(bench: Bench, cells: Sequence[Cell], command: Sequence[str]) -> None:
-    """Run the cells that are not done. Several of these may run side by side: each takes what no other has taken."""
+def run(bench: Bench, cells: Sequence[Cell], command: Sequence[str]) -> bool:
+    """Run the cells that are not done. Several of these may run side by side: each takes what no other has taken.
+
+    Of several processes of one run, the first hears True: it is the one to speak.
+    """
     processes = Processes(cpu=not torch.cuda.is_available())
     alone = processes.world == 1
     taken = []
@@ -45,6 +48,7 @@ def run(bench: Bench, cells: Sequence[Cell], command: Sequence[str]) -> None:
         print(f"waiting for {cell.name}, which another run has taken", file=sys.stderr, flush=True)
         with _claimed(bench.folder_of(cell), alone, wait=True):
             _one(bench, cell, command, processes)
+    return processes.rank == 0
 
 
 def done(bench: Bench, cell: Cell) -> dict[str, Any] | None:
@@ -187,7 +191,7 @@ def _correlations(
     if wanted := bench.study.at(bench.scale).images:
         source = sample(source, wanted)
     loader, host = Loader(source, eval_transform(data_config), 10), bench.host(cell)
-    handle.model.eval()
+    handle.model.cpu().eval()
     parts = [
         kendall.correlations(host, handle, batch.images)
         for batch in tqdm(loader.epoch(0), total=loader.steps, unit="batch", file=sys.stderr, leave=False)
