@@ -1,7 +1,11 @@
 """`dtem predict` on a tiny random model and generated images: what is kept, what resumes, what is refused."""
 
+import functools
 import io
 import json
+import socket
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -152,6 +156,26 @@ def test_shares_are_the_whole_without_overlap(folder: Path, streamed: bool, monk
         own = share.stream(None, 0) if streamed else (share.read(index) for index in range(share.length))
         found += [record.name for record in own]
     assert sorted(found) == [f"{number}\t{number}.png" for number in (1, 2, 3, 4, 6)]
+
+
+def test_two_processes_write_the_file_of_one(folder: Path, tmp_path) -> None:
+    assert main(command(folder, tmp_path / "one.parquet")) == 0
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    verb = command(folder, tmp_path / "two.parquet")
+    whole = [*run, "-m", "--", "dtem.cli", *verb]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (parquet.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("one", "two"))
+    close = functools.partial(pytest.approx, rel=1e-3)
+    for row in one:
+        row["probability"], row["probabilities"] = close(row["probability"]), close(row["probabilities"])
+    assert sorted(two, key=lambda row: row["position"]) == sorted(one, key=lambda row: row["position"])
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def test_images_that_are_all_bad_are_listed(folder: Path, tmp_path, capsys) -> None:
