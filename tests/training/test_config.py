@@ -28,6 +28,14 @@ def test_every_preset_is_a_config_and_names_no_more_than_a_model(name: str) -> N
     assert set(model) <= {"name", "pool", "img_size", "classes"}
 
 
+def test_of_a_presets_options_another_method_takes_what_it_has() -> None:
+    assert resolve("few")[0].options == {"sparse": True, "temperature": 0.3}
+    assert resolve("few", flags={"method": "evit", "mode": "finetune"})[0].options == {}
+    assert resolve("few", flags={"method": "tome_gumbel"})[0].options == {"sparse": True, "temperature": 0.3}
+    asked = resolve("few", flags={"method": "evit", "options": {"sparse": True}})[0]
+    assert asked.options == {"sparse": True}, "what was asked for stays, to be refused by the method"
+
+
 def test_presets_follow_the_paper() -> None:
     for name in ("deit_tiny", "mae_base", "mae_large"):
         assert resolve(name)[0].augment.mixup == resolve(name)[0].augment.cutmix == 0.0

@@ -162,15 +162,33 @@ class TrainConfig:
 def resolve(
     preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """The settings that preset, file and flags come to, and what the preset says of the model (its name and so on)."""
+    """The settings that preset, file and flags come to, and what the preset says of the model (its name and so on).
+
+    A preset's options are for the method that it was made for: of those, another one takes what it has.
+    """
+    shipped, *given = _preset(preset), _read(Path(file)) if file else {}, dict(flags or {})
+    if "options" in shipped:
+        said = {
+            name: value for layer in (shipped, *given) for name, value in layer.items() if name in ("task", "method")
+        }
+        shipped = {**shipped, "options": _known_options(shipped["options"], **said)}
     merged: dict[str, Any] = {}
-    for layer in (_preset(preset), _read(Path(file)) if file else {}, dict(flags or {})):
+    for layer in (shipped, *given):
         options = {**merged.get("options", {}), **layer.get("options", {})}
         merged |= layer
         if options:
             merged["options"] = options
     model = merged.pop("model", {})
     return build(merged), model if isinstance(model, dict) else {"name": model}
+
+
+def _known_options(
+    options: dict[str, Any], task: str = TrainConfig.task, method: str = TrainConfig.method
+) -> dict[str, Any]:
+    from dtem import methods
+
+    known = {field.name for field in dataclasses.fields(methods.find(method, task == "segmentation").config_class)}
+    return {name: value for name, value in options.items() if name in known}
 
 
 def build(values: Mapping[str, Any]) -> TrainConfig:
