@@ -43,10 +43,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/captioning"))
     parser.add_argument("--only", choices=("host", "train", "eval", "table"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=150, help="of the embeddings")
+    parser.add_argument("--updates", type=int, default=100, help="of the embeddings")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--captions", type=int, default=5, help="of each image in an update")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--captions", type=int, default=2, help="of each image in an update")
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--loss", default="both")
     parser.add_argument("--beams", type=int, default=5)
     parser.add_argument("--limit", type=int, default=300, help="test images")
@@ -86,6 +86,8 @@ def learn(args: argparse.Namespace, host: Path, seed: int) -> None:
         "seed": seed,
         "workers": 0,
         "save_every": 10,
+        "dtype": "bf16",
+        "options": {"sparse": True, "temperature": 0.3},
     }
     model = load(str(host))
     train(model, build(settings), resolve_data_config(model=model))

@@ -39,10 +39,11 @@ TRAINED = 319
 """The first so many of 367 images are trained on; the last 48 are held out."""
 RATIOS = ("20%", "30%", "40%", "50%")
 SHARED = {"task": "segmentation", "workers": 0, "batch": 8, "scales": (0.6, 1.6), "save_every": 20}
-HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 240, "eval_every": 120}
-HOST |= {"host_lr": 2e-4, "warmup": 15, "weight_decay": 1e-2, "drop_path": 0.0}
+HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 720, "eval_every": 240}
+HOST |= {"host_lr": 2e-4, "warmup": 30, "dtype": "bf16", "weight_decay": 1e-2, "drop_path": 0.0}
 EMBEDDINGS = {"mode": "modular", "method": "dtem", "r": "40%", "eval_r": "40%", "updates": 80, "eval_every": 80}
 EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False}
+OPTIONS = {"relaxed": 64}
 
 
 def main() -> None:
@@ -109,8 +110,9 @@ def learn_embeddings(args: argparse.Namespace, seed: int) -> None:
     out = args.work / folder(args, seed)
     if not (out / "done").exists():
         changed = dict(pair.split("=", 1) for pair in args.set)
-        typed = {name: type(EMBEDDINGS.get(name, ""))(value) for name, value in changed.items()}
-        run(args, host(args), out, {**EMBEDDINGS, **typed, "seed": seed})
+        typed = {name: type({**EMBEDDINGS, **OPTIONS}.get(name, ""))(value) for name, value in changed.items()}
+        options = {**OPTIONS, **{name: typed.pop(name) for name in OPTIONS.keys() & typed.keys()}}
+        run(args, host(args), out, {**EMBEDDINGS, **typed, "options": options, "seed": seed})
         (out / "done").touch()
 
 
