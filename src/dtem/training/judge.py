@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from dtem.handle import Handle
 from dtem.training.config import TrainConfig
-from dtem.training.loop import _accelerator
+from dtem.training.loop import open_accelerator
 from dtem.training.tasks import open_task
 
 
@@ -19,7 +19,7 @@ class Judged(NamedTuple):
 
 def judge(handle: Handle, config: TrainConfig, data_config: dict[str, Any]) -> dict[str, Judged]:
     """The model at each of `config.eval_rates`, on `config.eval_data`, merging hard. Its r is left as it was."""
-    accelerator = _accelerator(config)
+    accelerator = open_accelerator(config)
     # A task opens its training images too: here those that it is judged on, of which no batch is ever drawn.
     batch = config.accumulate * accelerator.num_processes
     config = dataclasses.replace(config, data=config.eval_data, batch=batch)

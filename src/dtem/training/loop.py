@@ -71,7 +71,7 @@ class Run:
 
     def __init__(self, model: nn.Module, config: TrainConfig, data_config: dict[str, Any], restart: bool) -> None:
         self.config = config
-        self.accelerator = _accelerator(config)
+        self.accelerator = open_accelerator(config)
         self.folder = Path(config.out)
         self.task: Task = open_task(config, model, data_config, self.accelerator)
         self.total = self._total()
@@ -266,7 +266,8 @@ class Run:
         return found
 
 
-def _accelerator(config: TrainConfig) -> "Accelerator":
+def open_accelerator(config: TrainConfig) -> "Accelerator":
+    """Of `accelerate`, with the precision that `config` asks for."""
     try:
         from accelerate import Accelerator
     except ImportError as error:
