@@ -135,19 +135,19 @@ def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
             found[name, rate] = evaluate.scored(
                 Written(**json.loads(file.read_text()) | {"scores": None}), source.items
             )
-    costs = cost(host)
+    costs = {method: cost(host, method) for method in ("tome", "dtem")}
     rows = []
     for method, rate in [("none", "0"), *((m, r) for r in RATES for m in ("tome", "dtem"))]:
         parts = [part for (name, at), part in found.items() if name.partition("-")[0] == method and at == rate]
         if parts:
-            rows.append(row(method, rate, parts, found, costs[rate]))
+            rows.append(row(method, rate, parts, found, costs["dtem" if method == "dtem" else "tome"][rate]))
             print(json.dumps(rows[-1]))
     return rows
 
 
-def cost(host: Path) -> dict[str, dict[str, float]]:
+def cost(host: Path, method: str) -> dict[str, dict[str, float]]:
     """By r: operations of the encoder, tokens handed on."""
-    handle = dtem.patch(load(str(host)))
+    handle = dtem.patch(load(str(host)), method)
     found = {}
     for rate in ("0", *RATES):
         handle.r = rate
