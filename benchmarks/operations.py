@@ -1,6 +1,7 @@
-"""Where the time of the unmerged and of the merged model goes, by operation, profiled in turns.
+"""Where the time of the unmerged model, of the merged one and of plain ToMe goes, by operation, profiled in turns.
 
-python benchmarks/operations.py        DeiT-T, batch 16, r = 8
+python benchmarks/operations.py                                                      DeiT-T and DeiT-S, batch 16
+python benchmarks/operations.py --cases deit_small_patch16_224:32:13                 model, batch and r
 """
 
 import argparse
@@ -10,46 +11,64 @@ from collections import Counter
 import common
 import timm
 import torch
+from plain_tome import plain_tome
 
 import dtem
 
+CASES = "deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
 GROUPS = {
-    "linear layers": ("aten::addmm", "aten::addmm_", "aten::mm", "aten::copy_"),
-    "fused attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
+    "linear layers": ("aten::addmm", "aten::addmm_", "aten::mm", "aten::copy_", "mkldnn::_linear_pointwise"),
+    "attention and similarities": (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_softmax",
+    ),
     "GELU": ("aten::gelu", "aten::gelu_"),
     "LayerNorm": ("aten::native_layer_norm",),
     "patch embedding": ("aten::mkldnn_convolution",),
 }
+REST = "all else (merging among it)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="deit_tiny_patch16_224")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--r", type=int, default=8)
+    parser.add_argument("--cases", default=CASES)
     parser.add_argument("--rounds", type=int, default=12)
     common.add_arguments(parser)
     args = parser.parse_args()
-    host = timm.create_model(args.model).eval()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for case in args.cases.split(","):
+        name, batch, r = case.split(":")
+        rows += profiled(name, int(batch), int(r), args.rounds)
+    common.keep("operations", rows, args)
+
+
+def profiled(name: str, batch: int, r: int, rounds: int) -> list[dict]:
+    """Milliseconds of one forward, by group of operations."""
+    host = timm.create_model(name).eval()
     merged = copy.deepcopy(host)
-    images = torch.randn(args.batch, *dtem.patch(merged, r=args.r).host.image)
-    models = {"unmerged": host, "merged": merged}
-    spent = {name: Counter() for name in models}
+    images = torch.randn(batch, *dtem.patch(merged, r=r).host.image)
+    models = {"unmerged": host, "merged": merged, "plain_tome": plain_tome(host, r)}
+    spent = {label: Counter() for label in models}
     with torch.inference_mode():
-        for turn in range(args.rounds + 2):
-            for name, model in models.items():
+        for turn in range(rounds + 2):
+            for label, model in models.items():
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                     model(images)
                 if turn >= 2:
                     for event in profiler.key_averages():
-                        spent[name][event.key] += event.self_cpu_time_total / 1e3 / args.rounds
+                        spent[label][event.key] += event.self_cpu_time_total / 1e3 / rounds
     rows = []
     named = {operation for operations in GROUPS.values() for operation in operations}
-    for group, operations in [*GROUPS.items(), ("all else (merging among it)", ())]:
-        chosen = operations or [key for key in spent["unmerged"] | spent["merged"] if key not in named]
-        rows.append({"group": group} | {name: sum(spent[name][key] for key in chosen) for name in models})
-        print(f"{group:30} {rows[-1]['unmerged']:8.1f} ms {rows[-1]['merged']:8.1f} ms")
-    common.keep("operations", rows, args)
+    seen = set().union(*spent.values())
+    for group, operations in [*GROUPS.items(), (REST, ())]:
+        chosen = operations or [key for key in seen if key not in named]
+        times = {label: sum(spent[label][key] for key in chosen) for label in models}
+        rows.append({"model": name, "batch": batch, "r": r, "group": group, **times})
+        print(f"{name} r={r} {group:30} " + " ".join(f"{label} {value:7.1f} ms" for label, value in times.items()))
+    return rows
 
 
 if __name__ == "__main__":

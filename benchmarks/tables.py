@@ -68,10 +68,11 @@ def projection(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["operation", "unmerged", "merged", "shrinks by"]]
+    table = [["model", "r", "operation", "unmerged", "plain ToMe", "merged"]]
+    columns = ("unmerged", "plain_tome", "merged")
     for row in rows:
-        shrinks = f"{row['unmerged'] / row['merged']:.2f}"
-        table.append([row["group"], f"{row['unmerged']:.1f} ms", f"{row['merged']:.1f} ms", shrinks])
+        named = [NAMES[row["model"]], str(row["r"])]
+        table.append([*named, row["group"], *(f"{row[column]:.1f} ms" for column in columns)])
     return table
 
 
