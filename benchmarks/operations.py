@@ -1,6 +1,6 @@
 """Where the time of the unmerged model, of the merged one and of plain ToMe goes, by operation, profiled in turns.
 
-python benchmarks/operations.py                                                      DeiT-T and DeiT-S, batch 16
+python benchmarks/operations.py                                                      DeiT-T and DeiT-S, batch 16, and batch 1
 python benchmarks/operations.py --cases deit_small_patch16_224:32:13                 model, batch and r
 """
 
@@ -15,7 +15,9 @@ from plain_tome import plain_tome
 
 import dtem
 
-CASES = "deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
+CASES = (
+    "deit_tiny_patch16_224:1:8,deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
+)
 GROUPS = {
     "linear layers": ("aten::addmm", "aten::addmm_", "aten::mm", "aten::copy_", "mkldnn::_linear_pointwise"),
     "attention and similarities": (
@@ -41,7 +43,8 @@ def main() -> None:
     rows = []
     for case in args.cases.split(","):
         name, batch, r = case.split(":")
-        rows += profiled(name, int(batch), int(r), args.rounds)
+        rounds = args.rounds * (10 if batch == "1" else 1)
+        rows += profiled(name, int(batch), int(r), rounds)
     common.keep("operations", rows, args)
 
 

@@ -68,10 +68,10 @@ def projection(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["model", "r", "operation", "unmerged", "plain ToMe", "merged"]]
+    table = [["model", "batch", "r", "operation", "unmerged", "plain ToMe", "merged"]]
     columns = ("unmerged", "plain_tome", "merged")
     for row in rows:
-        named = [NAMES[row["model"]], str(row["r"])]
+        named = [NAMES[row["model"]], str(row["batch"]), str(row["r"])]
         table.append([*named, row["group"], *(f"{row[column]:.1f} ms" for column in columns)])
     return table
 
