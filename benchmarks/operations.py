@@ -1,6 +1,6 @@
 """Where the time of the unmerged model, of the merged one and of plain ToMe goes, by operation, profiled in turns.
 
-python benchmarks/operations.py                                                      DeiT-T and DeiT-S, batch 16, and batch 1
+python benchmarks/operations.py                                                      DeiT-T, DeiT-S, batch 1 and 16
 python benchmarks/operations.py --cases deit_small_patch16_224:32:13                 model, batch and r
 """
 
