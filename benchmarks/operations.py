@@ -15,9 +15,7 @@ from plain_tome import plain_tome
 
 import dtem
 
-CASES = (
-    "deit_tiny_patch16_224:1:8,deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
-)
+CASES = "deit_tiny_patch16_224:1:8,deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
 GROUPS = {
     "linear layers": ("aten::addmm", "aten::addmm_", "aten::mm", "aten::copy_", "mkldnn::_linear_pointwise"),
     "attention and similarities": (
