@@ -2,11 +2,12 @@
 
 python benchmarks/proof.py --data DIR --weights FILE                 5-fold cross-fitting over DIR/train and DIR/val
 python benchmarks/proof.py --data DIR --weights FILE --seeds 0 --folds 1
+python benchmarks/proof.py --data DIR --weights FILE --preset few    one training each, instead of the mean of two
 python benchmarks/proof.py --data DIR --weights FILE --dtype bf16    faster where the processor has bf16
 
 DIR holds train, val and extra (class folders). The photographs of train and val are dealt into five folds; embeddings
-that are judged on one fold learn from the other four, and from extra. Each (seed, fold) is a run of `dtem train` in
---work that goes on where it was stopped, and is not made again once it is there.
+that are judged on one fold learn from the other four, and from extra. Each (seed, fold) is a run of `dtem train` for
+every preset, then `dtem average`, in --work; it goes on where it was stopped, and is not made again once it is there.
 """
 
 import argparse
@@ -21,12 +22,14 @@ import timm
 import torch
 
 import dtem
+from dtem.averaging import average
 from dtem.cli.weights import load_weights
 from dtem.measure import record
 from dtem.tasks.classification import evaluate
 from dtem.tasks.classification.data import Loader, eval_transform
 from dtem.tasks.classification.outcomes import Outcomes, paired, pool
 from dtem.tasks.classification.sources import open_source
+from dtem.training import keep
 from dtem.training.config import resolve
 from dtem.training.loop import train
 
@@ -39,7 +42,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--model", default="deit_tiny_patch16_224")
-    parser.add_argument("--preset", default="few")
+    parser.add_argument("--preset", default="few+few_priced", help="several: what they come to is averaged")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--folds", type=int, default=FOLDS, help="stop after so many folds of each seed")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of training; judged in fp32")
@@ -102,14 +105,20 @@ def cell(args: argparse.Namespace, seed: int, fold: int) -> None:
         return
     print(f"seed {seed}, fold {fold}", file=sys.stderr)
     split = args.work / "folds" / str(fold)
-    flags = {"data": str(split / "train"), "out": str(folder / "run"), "seed": seed, "dtype": args.dtype}
-    config, _ = resolve(args.preset, flags=flags)
-    model = host(args)
-    data_config = timm.data.resolve_data_config(model=model)
-    handle = train(model, config, data_config).handle
+    data_config = timm.data.resolve_data_config(model=host(args))
+    adapters = []
+    for preset in args.preset.split("+"):
+        out = folder / preset
+        flags = {"data": str(split / "train"), "out": str(out), "seed": seed, "dtype": args.dtype}
+        train(host(args), resolve(preset, flags=flags)[0], data_config)
+        adapters.append(out / keep.ADAPTER)
+    learned = adapters[0]
+    if len(adapters) > 1:
+        learned = folder / "mean.safetensors"
+        average(adapters, learned)
     loader = Loader(open_source(str(split / "test")), eval_transform(data_config), 50)
     contenders = {"tome": dtem.patch(host(args), "tome")} if seed == 0 else {}
-    contenders["dtem"] = handle  # last: its file says that the cell is done
+    contenders["dtem"] = dtem.from_pretrained(learned, host(args))  # last: its file says that the cell is done
     for name, contender in contenders.items():
         for rate, found in evaluate.sweep(contender, loader, RATES if name == "dtem" else ("0", *RATES)).items():
             found.save(folder / f"{name}-{rate}.safetensors")

@@ -51,7 +51,7 @@ def save(handle: Handle, path: Source, *, trained_r: object = None, notes: Mappi
     if not state:
         raise DtemError(f"method {handle.method.name!r} has nothing to save: it has no trained parts")
     tensors = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in state.items()}
-    _check_finite(tensors)
+    check_finite(tensors)
     if Path(path).is_dir():
         raise DtemError(f"{path} is a folder; name a file in it, such as {Path(path) / FILE}")
     write_file(path, to_bytes(tensors, {"dtem": json.dumps(_header(handle, trained_r, notes or {}))}))
@@ -230,10 +230,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
         if found.shape != shape or (found.dtype in _FLOATS) != floats:
             expected = f"{'floats' if floats else 'whole numbers'} of shape {tuple(shape)}"
             raise DtemError(f"tensor {name} is {found.dtype} of shape {tuple(found.shape)}, expected {expected}")
-    _check_finite(tensors)
+    check_finite(tensors)
 
 
-def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what a training that went wrong has left."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise DtemError(f"tensor {name} has NaN or infinite values: the training that made it went wrong")

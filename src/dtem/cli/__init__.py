@@ -21,6 +21,7 @@ VERBS = {
     "train": "dtem.cli.train",
     "eval": "dtem.cli.evaluate",
     "compare": "dtem.cli.compare",
+    "average": "dtem.cli.average",
     "calibrate": "dtem.cli.calibrate",
     "reproduce": "dtem.cli.reproduce",
     "report": "dtem.cli.report",
