@@ -26,6 +26,7 @@ ROOMS = [
     "measure",
     "handle",
     "storage",
+    "averaging",
     "visualise",
     "export",
     "tasks",

@@ -18,7 +18,7 @@ QUICK = {
     "models": ["models"],
 }
 # Each of these has a file of its own.
-ELSEWHERE = {"app", "calibrate", "caption", "compare", "demo", "eval", "export", "predict"}
+ELSEWHERE = {"app", "average", "calibrate", "caption", "compare", "demo", "eval", "export", "predict"}
 ELSEWHERE |= {"report", "reproduce", "show", "train"}
 
 
