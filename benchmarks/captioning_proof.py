@@ -2,10 +2,11 @@
 
 python benchmarks/captioning_proof.py --data DIR                       everything, in runs/captioning
 python benchmarks/captioning_proof.py --data DIR --only host           a part: host, train, eval or table
+python benchmarks/captioning_proof.py --data DIR --split val --judge sparse --beams 1 --out /tmp/val.json      to choose
 
 DIR holds flickr8k and weights. A small captioner (`captioning_host.py`) is trained on the train split and frozen; its
-embeddings are trained on the same split, once per seed; none, ToMe and DTEM caption the test split. What is done is
-kept in --work: the same command again goes on.
+embeddings are trained on the same split, once per seed and kind (sparse steps, priced merges), and averaged; none, ToMe
+and DTEM caption the test split. What is done is kept in --work: the same command again goes on.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch
 from timm.data.config import resolve_data_config
 
 import dtem
+from dtem.averaging import average
 from dtem.files import write_file
 from dtem.measure import flops, record
 from dtem.tasks.captioning import evaluate, metric
@@ -28,11 +30,17 @@ from dtem.tasks.captioning.evaluate import Written
 from dtem.tasks.captioning.loading import load
 from dtem.tasks.captioning.style import Style
 from dtem.tasks.classification.data import Loader, eval_transform
+from dtem.training import keep
 from dtem.training.config import build
 from dtem.training.loop import train
 
 RATES = ("4", "8", "10", "13")
 TRAINED_AT = "13"
+KINDS: dict[str, dict[str, Any]] = {
+    "sparse": {"loss": "both", "options": {"sparse": True, "temperature": 0.3}},
+    "priced": {"loss": "distill", "options": {"priced": True}},
+}
+"""How embeddings learn; their mean is what is judged."""
 SINGLE = ("CIDEr", "METEOR", "ROUGE-L")
 """Metrics that have a score for every image."""
 
@@ -47,9 +55,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--captions", type=int, default=2, help="of each image in an update")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--loss", default="both")
+    parser.add_argument("--judge", choices=("mean", *KINDS), default="mean", help="what DTEM is: a kind, or their mean")
+    parser.add_argument("--split", choices=("test", "val"), default="test", help="val: to choose settings by")
     parser.add_argument("--beams", type=int, default=5)
-    parser.add_argument("--limit", type=int, default=300, help="test images")
+    parser.add_argument("--rates", default=",".join(RATES), help="r to judge at, with commas")
+    parser.add_argument("--limit", type=int, default=300, help="images to judge on")
     captioning_host.add_arguments(parser)
     common.add_arguments(parser)
     args = parser.parse_args()
@@ -57,7 +67,8 @@ def main() -> None:
     host = captioning_host.build(args.data, args.work / "host", args)
     if args.only in (None, "train"):
         for seed in range(args.seeds):
-            learn(args, host, seed)
+            for kind in KINDS if args.judge == "mean" else (args.judge,):
+                learn(args, host, kind, seed)
     if args.only in (None, "eval"):
         for name, rate in contenders(args):
             caption(args, host, name, rate)
@@ -68,9 +79,9 @@ def main() -> None:
         print(f"record: {record.save(kept, args.out or common.RESULTS / 'captioning.json').name}")
 
 
-def learn(args: argparse.Namespace, host: Path, seed: int) -> None:
-    """Embeddings of one seed, unless they are there: a finished run only reads its checkpoint."""
-    folder = args.work / f"seed{seed}"
+def learn(args: argparse.Namespace, host: Path, kind: str, seed: int) -> None:
+    """Embeddings of one kind and seed, unless they are there: a finished run only reads its checkpoint."""
+    folder = args.work / f"{kind}-seed{seed}"
     if (folder / "done").exists():
         return
     settings = {
@@ -78,7 +89,6 @@ def learn(args: argparse.Namespace, host: Path, seed: int) -> None:
         "data": f"{args.data}/flickr8k/captions.json#train",
         "out": str(folder),
         "r": TRAINED_AT,
-        "loss": args.loss,
         "updates": args.updates,
         "batch": args.batch,
         "captions": args.captions,
@@ -87,25 +97,36 @@ def learn(args: argparse.Namespace, host: Path, seed: int) -> None:
         "workers": 0,
         "save_every": 10,
         "dtype": "bf16",
-        "options": {"sparse": True, "temperature": 0.3},
+        **KINDS[kind],
     }
     model = load(str(host))
     train(model, build(settings), resolve_data_config(model=model))
     write_file(folder / "done", "")
 
 
+def adapter_of(args: argparse.Namespace, seed: str) -> Path:
+    """What DTEM is judged by."""
+    parts = {kind: args.work / f"{kind}-{seed}" / keep.ADAPTER for kind in KINDS}
+    if args.judge != "mean":
+        return parts[args.judge]
+    path: Path = args.work / f"mean-{seed}.safetensors"
+    average(list(parts.values()), path)
+    return path
+
+
 def contenders(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Method and r; the one that takes the longest to be of interest comes last."""
     methods = ["tome", *(f"dtem-seed{seed}" for seed in range(args.seeds))]
-    return [("none", "0"), *((method, rate) for rate in reversed(RATES) for method in methods)]
+    return [("none", "0"), *((method, rate) for rate in reversed(args.rates.split(",")) for method in methods)]
 
 
 def file_of(args: argparse.Namespace, name: str, rate: str) -> Path:
-    return args.work / f"captions-{name}-r{rate}-beam{args.beams}.json"
+    kind = f"{args.judge}-" if name.startswith("dtem") else ""
+    return args.work / f"{args.split}-{kind}{name}-r{rate}-beam{args.beams}.json"
 
 
 def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
-    """Captions of the test split, and what its own captions cost in loss."""
+    """Captions of the split, and what its own captions cost in loss."""
     file = file_of(args, name, rate)
     if file.exists():
         return
@@ -115,9 +136,9 @@ def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
     elif name == "tome":
         ready = evaluate.at_rates(dtem.patch(model, "tome"), [rate])[rate]
     else:
-        adapter = args.work / name.removeprefix("dtem-") / "adapter.safetensors"
-        ready = evaluate.at_rates(dtem.from_pretrained(adapter, model, r=0), [rate])[rate]
-    source = open_captions(f"{args.data}/flickr8k/captions.json#test")
+        handle = dtem.from_pretrained(adapter_of(args, name.removeprefix("dtem-")), model, r=0)
+        ready = evaluate.at_rates(handle, [rate])[rate]
+    source = open_captions(f"{args.data}/flickr8k/captions.json#{args.split}")
     source.items = source.items[: args.limit]
     source.length = len(source.items)
     loader = Loader(source, eval_transform(resolve_data_config(model=model)), 20)
@@ -128,7 +149,7 @@ def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
 
 def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
     """Scores of everything that is there, seeds averaged, with paired intervals."""
-    source = open_captions(f"{args.data}/flickr8k/captions.json#test")
+    source = open_captions(f"{args.data}/flickr8k/captions.json#{args.split}")
     found: dict[tuple[str, str], Written] = {}
     for name, rate in contenders(args):
         if (file := file_of(args, name, rate)).exists():
@@ -137,7 +158,7 @@ def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
             )
     costs = {method: cost(host, method) for method in ("tome", "dtem")}
     rows = []
-    for method, rate in [("none", "0"), *((m, r) for r in RATES for m in ("tome", "dtem"))]:
+    for method, rate in [("none", "0"), *((m, r) for r in args.rates.split(",") for m in ("tome", "dtem"))]:
         parts = [part for (name, at), part in found.items() if name.partition("-")[0] == method and at == rate]
         if parts:
             rows.append(row(method, rate, parts, found, costs["dtem" if method == "dtem" else "tome"][rate]))

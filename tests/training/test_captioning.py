@@ -9,6 +9,7 @@ from timm.data.config import resolve_data_config
 
 import dtem
 from dtem.tasks.captioning.loading import load
+from dtem.tasks.captioning.loss import readings
 from dtem.training import captioning
 from dtem.training.config import build
 from dtem.training.loop import train
@@ -69,6 +70,29 @@ def test_modular_training_changes_the_embeddings_alone(host, folder, tmp_path, l
         json.loads(dtem.storage.read(tmp_path / "run" / "adapter.safetensors")[0]["notes"]["trained_on"])[0] == "0.png"
     )
     assert again.r == 9
+
+
+def test_merges_are_priced_by_the_words_they_change(host, folder, tmp_path):
+    pricing = {"loss": "distill", "options": {"priced": True}, "captions": 2}
+    model, result = trained(host, folder, tmp_path, **pricing, lr=1e-2, updates=12, eval_data="")
+    assert changed(model, host) == set()
+    untrained = dtem.patch(copy.deepcopy(host)).method.state_dict()
+    learned = result.handle.method.state_dict()
+    assert all(not torch.equal(part, learned[name]) for name, part in untrained.items() if name.endswith("weight"))
+
+
+def test_readings_price_a_word_on_average():
+    """Twice the captions of an image, or padding behind them, does not change what its merges cost."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 7, 5)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    found = readings(logits, mask, 20000, images=2)
+    words = logits[:, -4:-1][mask[:, 1:].bool()]
+    p = words.softmax(-1)
+    spread = (p * words.square()).sum(-1) - (p * words).sum(-1).square()  # the variance of a word's own reading
+    assert found.var().item() == pytest.approx(spread.sum().item() * 2 / len(words), rel=0.1)
+    again = readings(logits.repeat(2, 1, 1), mask.repeat(2, 1), 20000, images=2)
+    assert again.var().item() == pytest.approx(found.var().item(), rel=0.1)
 
 
 def test_the_loss_of_captions_goes_down(host, folder, tmp_path):

@@ -12,11 +12,11 @@ from dtem.handle import Handle
 from dtem.tasks.captioning import evaluate, metric
 from dtem.tasks.captioning.data import Item, open_captions
 from dtem.tasks.captioning.evaluate import Written
-from dtem.tasks.captioning.loss import distill_loss, task_loss
+from dtem.tasks.captioning.loss import distill_loss, readings, task_loss
 from dtem.tasks.classification.data import Batch, Loader, eval_transform
 from dtem.tasks.classification.evaluate import evaluating
 from dtem.training.config import TrainConfig
-from dtem.training.tasks import Forward, share_of
+from dtem.training.tasks import READINGS, Forward, share_of
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -65,10 +65,13 @@ class Captioning:
             self.eval_loader = Loader(watched, transform, EVAL_BATCH, bad=config.bad, **ranks)
 
     def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
-        """The loss of one batch. `teacher` is called only if the loss needs it, and before `student`."""
+        """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
+        needs it, and before `student`."""
         config, device = self.config, self.accelerator.device
         images = batch.images.to(device, non_blocking=True)
         ids, mask = evaluate.read(self.tokenizer, self._drawn(batch, seed), config.style.longest, device)
+        if config.options.get("priced"):
+            return readings(_logits(student(ids, mask, None, images)), mask, READINGS, len(images))
         taught = None if config.loss == "task" else _logits(teacher(ids, mask, None, images))
         logits = _logits(student(ids, mask, None, images))
         parts = []

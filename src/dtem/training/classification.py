@@ -13,15 +13,11 @@ from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, m
 from dtem.tasks.classification.loss import distill_loss, feature_loss, readings, task_loss
 from dtem.tasks.classification.sources import open_source
 from dtem.training.config import TrainConfig
-from dtem.training.tasks import Forward, share_of
+from dtem.training.tasks import READINGS, Forward, share_of
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-READINGS = 2
-"""Of the output, per update, where merges are priced: each takes one backward pass."""
 
 
 class Classification:

@@ -145,7 +145,7 @@ class TrainConfig:
                 f"r = '{self.gflops:g}G'"
             )
         if self.options.get("priced"):
-            for name, value in {"task": "classification", "loss": "distill", "checkpointing": False}.items():
+            for name, value in {"loss": "distill", "checkpointing": False}.items():
                 if (other := getattr(self, name)) != value:
                     raise _error(f"option priced goes with {name} = {value!r}, not {other!r} (docs/training.md)")
         if self.mode == "modular" and self.method == "tome_soft":

@@ -19,6 +19,9 @@ TASKS = {
     "segmentation": "dtem.training.segmentation:Segmentation",
 }
 
+READINGS = 2
+"""Of the output, per update, where merges are priced: each takes one backward pass."""
+
 Forward = Callable[..., Tensor]
 """What a model takes (images, for some tasks more) to what it says."""
 
@@ -46,7 +49,8 @@ class Task(Protocol):
         """Training batches."""
 
     def loss(self, batch: Any, seed: int, student: Forward, teacher: Forward) -> Tensor:
-        """The loss of one batch. `teacher` is called only if the loss needs it, and before `student`."""
+        """The loss of one batch, or what it is made of (readings) where merges are priced. `teacher` is called only if
+        the loss needs it, and before `student`."""
 
     def evaluate(self, handle: Handle) -> Mapping[str, Any]:
         """What was found at each of `config.eval_rates`, over all processes; nothing without evaluation data."""

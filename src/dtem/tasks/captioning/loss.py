@@ -4,6 +4,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dtem.tasks.classification import loss as one_answer
+
 
 def word_losses(
     logits: Float[Tensor, "b n v"], ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]
@@ -35,3 +37,13 @@ def distill_loss(
     each = F.kl_div(own, given, log_target=True, reduction="none").sum(-1)
     follows = mask[:, 1:].to(each.dtype)
     return temperature**2 * (each * follows).sum() / follows.sum().clamp(min=1)
+
+
+def readings(
+    logits: Float[Tensor, "b n v"], mask: Int[Tensor, "b t"], count: int, images: int
+) -> Float[Tensor, " count"]:
+    """Random numbers read off what is said of every next word, by which `ops.pricing` prices a merge: its cost is the
+    divergence of a word, in the mean over all words of an image."""
+    said = logits[:, -mask.shape[1] :][:, :-1].float()
+    words = said[mask[:, 1:].bool()]
+    return one_answer.readings(words, count) * (images / max(len(words), 1)) ** 0.5
