@@ -43,7 +43,7 @@ HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates"
 HOST |= {"host_lr": 2e-4, "warmup": 30, "dtype": "bf16", "weight_decay": 1e-2, "drop_path": 0.0}
 EMBEDDINGS = {"mode": "modular", "method": "dtem", "r": "40%", "eval_r": "40%", "updates": 80, "eval_every": 80}
 EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False}
-OPTIONS = {"relaxed": 64}
+OPTIONS = {"relaxed": 64, "dim": 64}
 
 
 def main() -> None:

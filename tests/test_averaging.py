@@ -79,6 +79,7 @@ def test_thresholds_are_not_inherited(adapter: Callable[..., Path], tmp_path: Pa
         ({"depth": 2}, "its host is"),
         ({"method": "tome_gumbel"}, "its method is tome_gumbel"),
         ({"init": "random", "dim": 16}, "started at random"),
+        ({"seed": 1}, "its option seed is 1"),
     ],
 )
 def test_what_has_no_mean(adapter: Callable[..., Path], tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -116,5 +117,7 @@ def test_command(adapter: Callable[..., Path], tmp_path: Path, capsys: pytest.Ca
     assert "the mean of 2 dtem adapters for vit_tiny_patch16_224; 2 training files" in capsys.readouterr().out
     assert main(["average", files[0], "--out", out]) == 2
     assert "two adapters or more, not 1" in capsys.readouterr().err
+    assert main(["average", *files, "--out", str(tmp_path)]) == 2
+    assert "is a folder; name a file in it" in capsys.readouterr().err
     assert main(["average", files[0], str(tmp_path / "none.safetensors"), "--out", out]) == 2
     assert "no adapter found as" in capsys.readouterr().err

@@ -6,6 +6,7 @@ directions; in their mean much of that cancels out.
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_bytes
@@ -25,6 +26,8 @@ def average(sources: Sequence[storage.Source], path: storage.Source) -> storage.
     """
     if len(sources) < 2:
         raise DtemError(f"a mean needs two adapters or more, not {len(sources)}")
+    if Path(path).is_dir():
+        raise DtemError(f"{path} is a folder; name a file in it, such as {Path(path) / storage.FILE}")
     headers, parts = [], []
     for source in sources:
         found = storage.locate(source, None)
@@ -54,9 +57,13 @@ def average(sources: Sequence[storage.Source], path: storage.Source) -> storage.
 def _check_alike(
     first: storage.Header, tensors: dict[str, Tensor], other: storage.Header, others: dict[str, Tensor]
 ) -> None:
-    for name in ("method", "host"):
-        if first[name] != other[name]:
-            raise DtemError(f"its {name} is {other[name]}, that of the first adapter {first[name]}")
+    for name, own, theirs in (
+        ("method", first["method"], other["method"]),
+        ("host", first["host"], other["host"]),
+        ("option seed", first["options"].get("seed"), other["options"].get("seed")),  # that is: where it started
+    ):
+        if own != theirs:
+            raise DtemError(f"its {name} is {theirs}, that of the first adapter {own}")
     if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in others.items()}:
         raise DtemError("its tensors have other names or shapes than those of the first adapter")
 
