@@ -43,7 +43,7 @@ HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates"
 HOST |= {"host_lr": 2e-4, "warmup": 30, "dtype": "bf16", "weight_decay": 1e-2, "drop_path": 0.0}
 EMBEDDINGS = {"mode": "modular", "method": "dtem", "r": "40%", "eval_r": "40%", "updates": 80, "eval_every": 80}
 EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False}
-OPTIONS = {"relaxed": 64, "dim": 64}
+OPTIONS = {"relaxed": 64, "dim": 64, "priced": 0, "temperature": 0.1}
 
 
 def main() -> None:
@@ -112,6 +112,7 @@ def learn_embeddings(args: argparse.Namespace, seed: int) -> None:
         changed = dict(pair.split("=", 1) for pair in args.set)
         typed = {name: type({**EMBEDDINGS, **OPTIONS}.get(name, ""))(value) for name, value in changed.items()}
         options = {**OPTIONS, **{name: typed.pop(name) for name in OPTIONS.keys() & typed.keys()}}
+        options["priced"] = bool(options["priced"])
         run(args, host(args), out, {**EMBEDDINGS, **typed, "options": options, "seed": seed})
         (out / "done").touch()
 

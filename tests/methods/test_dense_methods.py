@@ -97,6 +97,32 @@ def test_weights_of_attention(h: Tensor) -> None:
     assert bias.isfinite().all()
 
 
+def test_priced_components_merge_as_at_inference_or_offer_what_they_could(h: Tensor) -> None:
+    method, plain = dtem(priced=True), dtem()
+    method.soft = True
+    seen = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        grouped = method.group(0, h, R)
+        seen.add(grouped.offer is None)
+        if grouped.offer is None:
+            hard = plain.group(0, h, R)
+            assert torch.equal(grouped.x, hard.x)
+            assert torch.equal(grouped.size, hard.size)
+            continue
+        assert torch.equal(grouped.x, h), "nothing is merged where merges are priced"
+        assert grouped.size is None
+        edges, x, size, nudge, prefix = grouped.offer
+        assert (edges.shape, prefix) == ((2, 20, 20), 1)
+        assert torch.equal(edges, ops.soft_group(ops.cosine(method.metric(0, h), 1), R))
+        assert torch.equal(x, h)
+        assert size.eq(1).all()
+        change = torch.randn_like(h)
+        (slope,) = torch.autograd.grad((method.ungroup(grouped.x, grouped) * change).sum(), nudge)
+        torch.testing.assert_close(slope, change)
+    assert seen == {True, False}
+
+
 def test_gradients_reach_embeddings_and_not_their_input(h: Tensor) -> None:
     method = dtem(relaxed=4)
     method.soft = True
@@ -110,6 +136,7 @@ def test_gradients_reach_embeddings_and_not_their_input(h: Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"priced": 1}, "priced = 1 must be True or False"),
         ({"relaxed": 0}, "relaxed = 0"),
         ({"temperature": 0.0}, "temperature"),
         ({"dim": -1}, "dim"),

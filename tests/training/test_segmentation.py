@@ -11,6 +11,7 @@ from torch import nn
 
 import dtem
 from dtem.hosts.segmenter import LinearDecoder, Segmenter, plain_encoder
+from dtem.tasks.segmentation.loss import readings
 from dtem.training.config import TrainConfig, build, flat, presets, resolve
 from dtem.training.loop import train
 from dtem.training.tasks import TASKS, open_task
@@ -98,6 +99,25 @@ def test_self_distillation_lowers_what_merging_costs(scenes: Path, tmp_path: Pat
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(losses) == 30
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+
+
+def test_merges_are_priced_by_the_pixels_they_change(scenes: Path, tmp_path: Path) -> None:
+    changes = {"loss": "distill", "options": {"priced": True}, "updates": 8, "lr": 1e-2}
+    host = model()
+    before = state(host)
+    learned = train(host, settings(scenes, tmp_path, **changes), CONFIG).handle.method.state_dict()
+    assert all(torch.equal(part, state(host)[name]) for name, part in before.items())
+    untrained = dtem.patch(model(), "dtem", priced=True).method.state_dict()
+    assert all(not torch.equal(part, learned[name]) for name, part in untrained.items() if name.endswith("weight"))
+
+
+def test_readings_price_a_pixel_on_average() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 4, 5)
+    found = readings(logits, 20000)
+    p = logits.softmax(1)
+    spread = (p * logits.square()).sum(1) - (p * logits).sum(1).square()  # the variance of one pixel's own reading
+    assert found.var().item() == pytest.approx(2 * spread.mean().item(), rel=0.1)
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, monkeypatch) -> None:

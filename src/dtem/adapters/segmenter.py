@@ -12,6 +12,7 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dtem import ops
 from dtem.adapters import lean
 from dtem.adapters.base import Adapter, Merger, Trace, checkpointed, current_trace, finish
 from dtem.adapters.lean import Lean
@@ -70,17 +71,25 @@ class MergingSegmenter(Segmenter):
         memory = lean.begin(x)
         again = encoder.grad_checkpointing and torch.is_grad_enabled()
         plan = self.dtem.plan(x.shape[1] - encoder.num_prefix_tokens)
+        offers: list[ops.Offer] = []
         for layer, (block, r) in enumerate(zip(encoder.blocks, plan, strict=True)):
-            step = functools.partial(run_block, method, layer, block, usable(block, memory), r, trace)
+            step = functools.partial(run_block, method, layer, block, usable(block, memory), r, trace, offers)
             x = checkpointed(step, x) if again else step(x)
-        finish(method, Tokens(x))
+        finish(method, Tokens(x, carry={"offers": tuple(offers)}))
         return encoder.norm(x)
 
 
 def run_block(
-    method: DenseMethod, layer: int, block: Block, space: Lean | None, r: int, trace: Trace | None, x: Tensor
+    method: DenseMethod,
+    layer: int,
+    block: Block,
+    space: Lean | None,
+    r: int,
+    trace: Trace | None,
+    offers: list[ops.Offer],
+    x: Tensor,
 ) -> Tensor:
-    """One block: the steps of `methods.dense`, for attention and for the MLP."""
+    """One block: the steps of `methods.dense`, for attention and for the MLP. What is to be priced goes to `offers`."""
 
     def attention(grouped: Grouped) -> Tensor:
         return attention_alone(block, space, grouped.x, method.weigh(grouped))
@@ -93,6 +102,8 @@ def run_block(
         grouped = method.group(2 * layer + half, norm(x), r)
         if trace is not None:
             trace.record(_recorded(method, grouped))
+        if grouped.offer is not None:
+            offers.append(grouped.offer)
         y = method.ungroup(component(grouped), grouped)
         x = x + y if space is None else y.add_(x)
     return x
@@ -100,7 +111,7 @@ def run_block(
 
 def _recorded(method: DenseMethod, grouped: Grouped) -> Tokens:
     """What a trace keeps of one component: two records for each block."""
-    x, size, matching, edges = grouped
+    x, size, matching, edges, _ = grouped
     source = None
     if matching is None:
         source = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)

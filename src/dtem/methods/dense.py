@@ -9,6 +9,7 @@ Each component of a block (attention, MLP) starts with all tokens, each of size 
 
 In training, all but the last `relaxed` merges are chosen by hard matching, and only those are relaxed. A token that
 gave a part of itself away gets that part of its answer from those who received it, so that as τ → 0 this is copying.
+Or merges are priced (`ops.pricing`): a component, drawn by a coin, either merges as at inference or offers its merges.
 Components are counted through: 2·layer is the attention of block `layer`, 2·layer + 1 its MLP.
 """
 
@@ -25,7 +26,7 @@ from dtem.embedding import DecoupledEmbedding
 from dtem.methods.base import Config, Method
 from dtem.methods.soft import check_count, check_positive, is_count
 from dtem.ops import Matching
-from dtem.types import DtemError, HostSpec
+from dtem.types import DtemError, HostSpec, Tokens
 
 
 class Grouped(NamedTuple):
@@ -38,6 +39,8 @@ class Grouped(NamedTuple):
     """What was merged hard."""
     edges: Float[Tensor, "b i j"] | None = None
     """What was merged softly after that; tokens stand as prefix, A, B."""
+    offer: ops.Offer | None = None
+    """What could have been merged, to be priced."""
 
 
 class DenseMethod(Method):
@@ -66,6 +69,10 @@ class DenseMethod(Method):
         if size is None:
             return None
         return size.log() if grouped.edges is None else ops.log_size(size)
+
+    def offers(self, tokens: Tokens) -> tuple[ops.Offer, ...]:
+        found: tuple[ops.Offer, ...] = tokens.carry.get("offers", ())
+        return found
 
     def ungroup(self, y: Float[Tensor, "b m c"], grouped: Grouped) -> Float[Tensor, "b n c"]:
         """What the component said, for all tokens."""
@@ -96,6 +103,8 @@ class DenseDtemConfig(Config):
     """Soft grouping sees only each A token's best few B tokens; None: all."""
     relaxed: int = 64
     """In training, the last so many merges of a component are relaxed; those before are chosen by hard matching."""
+    priced: bool = False
+    """Learn what each merge would do to the output (`ops.pricing`), instead of through relaxed merges."""
     dim: int | None = None
     """Width of the embedding; None: the head width, twice that from width 1024 on (64 and 128 for ViT-T/S/B and L)."""
     hidden: tuple[int, ...] = ()
@@ -109,6 +118,8 @@ class DenseDtemConfig(Config):
             check_positive(name, getattr(self, name))
         for name in ("candidates", "dim"):
             check_count(name, getattr(self, name))
+        if not isinstance(self.priced, bool):
+            raise DtemError(f"priced = {self.priced!r} must be True or False")
         if not is_count(self.relaxed):
             raise DtemError(f"relaxed = {self.relaxed!r} must be a whole number, 1 or more: nothing is learned without")
         if not isinstance(self.hidden, tuple) or not all(map(is_count, self.hidden)):
@@ -155,7 +166,14 @@ class DenseDtem(DenseMethod):
         if r == 0 or not self.soft:
             return super().group(component, h, r)
         config, prefix = self.config, self.host.prefix
+        if config.priced and torch.randint(2, ()).item():
+            return super().group(component, h, r)
         metric = self.metric(component, h)
+        if config.priced:
+            nudge = torch.zeros_like(h, requires_grad=True)
+            edges = ops.soft_group(ops.cosine(metric, prefix), r, config.temperature, config.scale, config.candidates)
+            ones = torch.ones(h.shape[:2], device=h.device)
+            return Grouped(h + nudge, offer=ops.Offer(edges, h.detach(), ones, nudge, prefix))
         soft = min(r, config.relaxed)
         matching = ops.match(metric, r - soft, prefix)
         similarity = ops.kept_rows(ops.cosine(metric, prefix), matching, prefix)

@@ -11,12 +11,12 @@ from dtem.tasks.classification.data import Batch, Loader
 from dtem.tasks.classification.evaluate import at_rates, evaluating
 from dtem.tasks.segmentation import evaluate
 from dtem.tasks.segmentation.inference import Inference
-from dtem.tasks.segmentation.loss import distill_loss, task_loss
+from dtem.tasks.segmentation.loss import distill_loss, readings, task_loss
 from dtem.tasks.segmentation.outcomes import Areas, join
 from dtem.tasks.segmentation.pairs import Pairs, open_pairs
 from dtem.tasks.segmentation.views import eval_transform, split, train_transform
 from dtem.training.config import TrainConfig
-from dtem.training.tasks import Forward, share_of
+from dtem.training.tasks import READINGS, Forward, share_of
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -66,9 +66,12 @@ class Segmentation:
         return source
 
     def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
-        """The loss of one batch. `teacher` is called only if the loss needs it, and before `student`."""
+        """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
+        needs it, and before `student`."""
         config = self.config
         images, target = split(batch.images.to(self.accelerator.device, non_blocking=True))
+        if config.options.get("priced"):
+            return readings(student(images).float(), READINGS)
         taught = None if config.loss == "task" else teacher(images).float()
         logits = student(images).float()
         parts = []

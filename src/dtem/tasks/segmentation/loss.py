@@ -23,5 +23,12 @@ def distill_loss(
     return plain.distill_loss(_pixels(logits), _pixels(teacher), temperature)
 
 
+def readings(logits: Float[Tensor, "b k h w"], count: int) -> Float[Tensor, " count"]:
+    """Random numbers read off every pixel, by which `ops.pricing` prices a merge: its cost is the divergence of a
+    pixel, in the mean over an image."""
+    pixels = _pixels(logits)
+    return plain.readings(pixels, count) * (len(logits) / len(pixels)) ** 0.5
+
+
 def _pixels(logits: Float[Tensor, "b k h w"]) -> Float[Tensor, "p k"]:
     return logits.movedim(1, -1).flatten(0, 2)
