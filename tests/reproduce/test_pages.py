@@ -57,6 +57,7 @@ def test_the_report_holds_everything_itself(records, tmp_path, capsys):
     assert all(specs.find(name).title.replace("'", "&#x27;") in text for name in specs.names())
     assert "Small scale: deit_tiny_patch16_224, trained for 150 updates of 32 from 4,000 images" in text
     assert text.count("Not yet measured") == len(specs.names()) - 1
+    assert text.index("Temperature of soft grouping") < text.index("Not yet measured"), "what is measured comes first"
 
 
 def test_other_records_are_there_too(records, tmp_path, capsys):

@@ -39,7 +39,7 @@ def records(folder: Path) -> tuple[Studies, dict[str, record.Record]]:
 
 
 def page(kept: Studies, others: Mapping[str, record.Record]) -> str:
-    """One page of all records, studies first; it fetches nothing."""
+    """One page of all records, studies first, and of those the ones that were measured; it fetches nothing."""
     from dtem.visualise import report
 
     made = report.Page("dtem: the paper's studies")
@@ -47,7 +47,8 @@ def page(kept: Studies, others: Mapping[str, record.Record]) -> str:
         "Tables and plots are drawn from records. What was measured at small scale says so: it is not to be compared "
         "with the paper's numbers, only its finding is."
     )
-    for name in specs.names():
+    measured_ones = {name for name, _ in kept}
+    for name in sorted(specs.names(), key=lambda name: name not in measured_ones):
         study = specs.find(name)
         made.heading(study.title)
         made.text(f"The paper: {study.finding}")
