@@ -1,4 +1,4 @@
-"""The mean of several adapters: one that is better than each of them, and costs no more.
+"""The mean of several adapters: one that may be better than each of them, and costs no more.
 
 Embeddings that start from the keys of one host, and learn with other seeds or by another relaxation, err in different
 directions; in their mean much of that cancels out.

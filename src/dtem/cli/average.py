@@ -1,4 +1,4 @@
-"""The mean of several adapters for one model: as a rule better than each of them, at no cost.
+"""The mean of several adapters for one model: often better than each of them, at no cost. Judge it (dtem eval).
 
 Train several times (another --seed, another --preset), then average. The adapters must have started from the keys, as
 they do by default.
