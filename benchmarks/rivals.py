@@ -108,6 +108,7 @@ def parse() -> argparse.Namespace:
     add("--updates", type=int, default=200)
     add("--search-updates", type=int, default=50)
     add("--batch", type=int, default=32, help="images per update")
+    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of training; judged in fp32")
     add("--methods", default=",".join(RIVALS), help="those to train, with commas; default: all")
     add("--only-train", action="store_true", help="train what is missing and stop there")
     add("--plan", action="store_true", help="time a few updates of each method, print what is left to do, and stop")
@@ -176,6 +177,7 @@ def fit(
         "loss": "both",
         "updates": updates,
         "batch": args.batch,
+        "dtype": args.dtype,
         "r": training_schedule(args, name, budget),
         "host_lr" if rival.learns == "host" else "lr": lr,
         **rival.settings,
@@ -265,6 +267,7 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
         "updates": args.updates,
         "search_updates": args.search_updates,
         "batch": args.batch,
+        "dtype": args.dtype,
         "loss": "both",
         "rows": rows,
         "searched": searched,
