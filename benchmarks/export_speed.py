@@ -1,8 +1,9 @@
 """Speed-up of merged ONNX files over unmerged ones in onnxruntime on the CPU. Medians of interleaved rounds.
 
-Both files are written by dtem in the same way and run at the same (full) optimisation level of onnxruntime. So that
-the baseline is no straw man, the unmerged model as torch's exporter alone writes it runs too, and the speed-up is taken
-over the faster of the two.
+Both files are written by dtem in the same way and run at the same (full) optimisation level of onnxruntime, with the
+threads that it takes by itself. So that the baseline is no straw man, the unmerged model as torch's exporter alone
+writes it runs too, and the speed-up is taken over the faster of the two. How much merging itself costs is seen from a
+third kind of file, which drops the first r tokens of each block instead: no matching could be faster.
 
 python benchmarks/export_speed.py                                  DeiT-S, r = 13 and 16, batch 1 and 16
 python benchmarks/export_speed.py --files onnx --rounds 40         keep the files, to be used again
@@ -22,10 +23,27 @@ import dtem
 from dtem import export
 from dtem.export import onnx
 from dtem.measure import flops, throughput
+from dtem.methods import METHODS
+from dtem.methods.base import Method
+from dtem.types import Taps, Tokens
 
 OWN, PLAIN = "unmerged", "unmerged, torch's exporter"
 REST = 0.05
 """Seconds between two runs: the threads of each file's session spin for some milliseconds after a run."""
+
+
+class Dropping(Method):
+    """Drops tokens without looking at them."""
+
+    name = "dropping"
+    keeps_mass = False
+
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        prefix = self.host.prefix
+        return tokens.replace(x=torch.cat([tokens.x[:, :prefix], tokens.x[:, prefix + r :]], dim=1))
+
+
+METHODS["dropping"] = f"{__name__}:Dropping"
 
 
 def main() -> None:
@@ -36,6 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds; default 12, and 60 at batch 1")
     parser.add_argument("--files", type=Path, help="folder for the files; those that are there are used as they are")
     common.add_arguments(parser)
+    parser.set_defaults(threads=0)
     args = parser.parse_args()
     rates = list(map(int, args.r.split(",")))
     with tempfile.TemporaryDirectory() as temporary:
@@ -46,7 +65,12 @@ def main() -> None:
         for batch in map(int, args.batch.split(",")):
             runs = {
                 name: onnx.runner(folder / f"{args.model}-{stem}.onnx", args.threads)
-                for name, stem in {OWN: "r0", PLAIN: "plain", **{f"r={r}": f"r{r}" for r in rates}}.items()
+                for name, stem in {
+                    OWN: "r0",
+                    PLAIN: "plain",
+                    **{f"r={r}": f"r{r}" for r in rates},
+                    **{f"dropping {r}": f"drop{r}" for r in rates},
+                }.items()
             }
             images = torch.randn(batch, *image)
             rounds = args.rounds or (60 if batch == 1 else 12)
@@ -65,6 +89,7 @@ def main() -> None:
                         "macs_ratio": ratio,
                         "speedup": dataclasses.asdict(spread),
                         "of_macs_ratio": spread.median / ratio,
+                        "dropping_of_macs_ratio": timing[f"dropping {r}"].speedup.median / ratio,
                         "over": over,
                         "milliseconds": 1000 * timing[f"r={r}"].seconds,
                         "unmerged_milliseconds": 1000 * timing[over].seconds,
@@ -75,7 +100,8 @@ def main() -> None:
                 )
                 print(
                     f"batch {batch:2} r {r}: MACs ratio {ratio:.2f}, speed-up {common.show(rows[-1]['speedup'])} over "
-                    f"{over}, {spread.median / ratio:.2f} of the ratio",
+                    f"{over}, {spread.median / ratio:.2f} of the ratio "
+                    f"({rows[-1]['dropping_of_macs_ratio']:.2f} by dropping tokens)",
                     flush=True,
                 )
     common.keep("export_speed", rows, args)
@@ -93,15 +119,23 @@ def write(name: str, rates: list[int], folder: Path) -> tuple[dict[int, int], tu
     for r in [0, *rates]:
         handle.r = r
         macs[r] = flops.count(host, image).macs
-        if not (path := folder / f"{name}-r{r}.onnx").exists():
-            written = export.write(handle, path, "onnx", checked)
-            print(f"{path.name}: largest difference {written.agreement.largest:.2g}", flush=True)
+        write_once(handle, folder / f"{name}-r{r}.onnx", checked)
     handle.unpatch()
+    for r in rates:
+        handle = dtem.patch(host, "dropping", r)
+        write_once(handle, folder / f"{name}-drop{r}.onnx", checked)
+        handle.unpatch()
     if not plain.exists():
         shapes = ({0: torch.export.Dim("batch", min=1)},)
         names = {"input_names": [onnx.INPUT], "output_names": [onnx.OUTPUT]}
         torch.onnx.export(host, (checked[0],), plain, dynamo=True, dynamic_shapes=shapes, external_data=False, **names)
     return macs, image
+
+
+def write_once(handle: dtem.Handle, path: Path, checked: list[torch.Tensor]) -> None:
+    if not path.exists():
+        written = export.write(handle, path, "onnx", checked)
+        print(f"{path.name}: largest difference {written.agreement.largest:.2g}", flush=True)
 
 
 if __name__ == "__main__":
