@@ -196,11 +196,12 @@ def precision(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def export_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["model", "batch", "r", "MACs ratio", "speed-up", "of the ratio", "unmerged", "merged"]]
+    table = [["model", "batch", "r", "MACs ratio", "speed-up", "of the ratio", "by dropping", "unmerged", "merged"]]
     for row in rows:
         times = [f"{row[key]:.1f} ms" for key in ("unmerged_milliseconds", "milliseconds")]
+        shares = [f"{row[key]:.2f}" for key in ("of_macs_ratio", "dropping_of_macs_ratio")]
         first = [NAMES[row["model"]], str(row["batch"]), str(row["r"]), f"{row['macs_ratio']:.2f}"]
-        table.append([*first, _spread(row["speedup"]), f"{row['of_macs_ratio']:.2f}", *times])
+        table.append([*first, _spread(row["speedup"]), *shares, *times])
     return table
 
 
