@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--model", default="deit_tiny_patch16_224")
     parser.add_argument("--updates", type=int, default=250)
     parser.add_argument("--host-lr", type=float, default=5e-6)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of training; judged in fp32")
     parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"))
     common.add_arguments(parser)
     args = parser.parse_args()
@@ -52,6 +53,7 @@ def main() -> None:
     rows = [row("ToMe, untrained", rate, found, found) for rate, found in base.items()]
     for name, settings in ARMS.items():
         flags = {"data": str(learned_from(args)), "loss": "both", "updates": args.updates, "host_lr": args.host_lr}
+        flags["dtype"] = args.dtype
         folder = args.work / name.replace(" ", "-")
         config, _ = resolve("few", flags={**flags, **settings, "out": str(folder)})
         handle = train(copy.deepcopy(model), config, data_config).handle

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--preset", default="few")
     parser.add_argument("--gflops", type=float, default=0.65)
     parser.add_argument("--updates", type=int, default=0, help="default: those of the preset")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of training; judged in fp32")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--limit", type=int, help="judge on so many images only")
     parser.add_argument("--work", type=Path, default=Path("runs/learned_schedule"))
@@ -90,6 +91,7 @@ def _trained(args: argparse.Namespace, seed: int, name: str, flags: dict[str, ob
     folder = args.work / f"seed{seed}-{name}"
     print(f"seed {seed}, {name}", file=sys.stderr)
     same = {"data": str(args.work / "images"), "out": str(folder), "seed": seed, "updates": args.updates}
+    same["dtype"] = args.dtype
     config, _ = resolve(args.preset, flags={**same, **flags})
     return train(host(args), config, _data_config(args)).handle
 
