@@ -120,3 +120,12 @@ def test_the_task_of_a_command_line() -> None:
     assert tasks.asked(["eval", "--task", "segmentation"]) == "segmentation"
     assert tasks.asked(["eval", "--task=captioning"]) == "captioning"
     assert tasks.asked(["eval", "--task"]) == ""
+
+
+def test_a_segmenter_is_counted_and_timed(run) -> None:
+    counted = json.loads(run("flops", "seg_t_linear_16", "--img-size", "64", "--r", "0,50%", "--json")[0])
+    whole, half = counted["rows"]
+    assert whole["tokens"] == half["tokens"] == 17  # unmerged after every component
+    assert half["macs"] < 0.8 * whole["macs"]
+    timed = json.loads(run("bench", "seg_t_linear_16", "--img-size", "64", "--r", "50%", "--rounds", "1", "--json")[0])
+    assert {row["r"] for row in timed["rows"]} >= {"50%"}

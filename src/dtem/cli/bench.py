@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dtem.cli import common
+from dtem.cli import common, segmentation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             raise DtemError(f"--threads {args.threads} must be 1 or more")
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    host = common.build(args).to(args.device, getattr(torch, args.dtype))
+    host = segmentation.build_any(args).to(args.device, getattr(torch, args.dtype))
     handles = patched_copies(host, specs, functools.partial(common.patch, args))
     total = len(batches) * (args.rounds + args.warmup)
     with progress(total) as advance:

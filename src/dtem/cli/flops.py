@@ -8,7 +8,7 @@ Nothing is computed and no weights are needed, so any model takes a second or tw
 
 import argparse
 
-from dtem.cli import common
+from dtem.cli import common, segmentation
 
 NAME = "flops"
 HELP = "count operations, tokens and added parameters"
@@ -17,6 +17,7 @@ examples:
   dtem flops deit_small_patch16_224 --r 0,8,13,16
   dtem flops vit_large_patch16_224 --pool avg --r 8           MAE-L
   dtem flops vit_small_patch16_384 --r 48,20%,8G --json       other forms of r
+  dtem flops seg_s_mask_16 --r 20%,30%,40%,50%                Segmenter, merged and unmerged in each half of a block
 """
 
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     specs = common.schedules(args.r)
     # Without data where possible; an adapter file has data and so has its model then.
     with torch.device("meta") if args.adapter is None else contextlib.nullcontext():
-        handle = common.patch(args, common.build(args))
+        handle = common.patch(args, segmentation.build_any(args))
     whole = common.count(handle)
     rows = []
     for spec in specs:

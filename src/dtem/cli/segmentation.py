@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dtem.cli import common
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dtem.hosts.segmenter import Segmenter
     from dtem.tasks.segmentation.classes import Classes
     from dtem.tasks.segmentation.inference import Inference
@@ -86,6 +88,19 @@ def folder(path: str) -> Path:
     except OSError as error:
         raise DtemError(f"--out {path} cannot be made a folder: {error.strerror}") from error
     return Path(path)
+
+
+def build_any(args: argparse.Namespace) -> "nn.Module":
+    """For verbs that count and time, where weights do not matter: a Segmenter with random ones, or any other model."""
+    from dtem.hosts.segmenter import PRESETS
+
+    if args.model not in PRESETS:
+        return common.build(args)
+    if getattr(args, "pretrained", False):
+        from dtem.types import DtemError
+
+        raise DtemError(f"{args.model}: a Segmenter has no weights to download; leave --pretrained out")
+    return build(argparse.Namespace(**{"classes": None, "norm": None, "random": True, **vars(args)}))
 
 
 def build(args: argparse.Namespace, drop_path_rate: float = 0.0, **options: Any) -> "Segmenter":
