@@ -42,7 +42,7 @@ SHARED = {"task": "segmentation", "workers": 0, "batch": 8, "scales": (0.6, 1.6)
 HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 720, "eval_every": 240}
 HOST |= {"host_lr": 2e-4, "warmup": 30, "dtype": "bf16", "weight_decay": 1e-2, "drop_path": 0.0}
 EMBEDDINGS = {"mode": "modular", "method": "dtem", "r": "40%", "eval_r": "40%", "updates": 80, "eval_every": 80}
-EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False}
+EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False, "sense": 0}
 OPTIONS = {"relaxed": 64, "dim": 64, "priced": 0, "temperature": 0.1}
 
 

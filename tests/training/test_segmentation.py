@@ -63,6 +63,36 @@ def test_modular_changes_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.model.eval()(x), host(x))
 
 
+def test_sensing_starts_from_what_the_output_is_sensitive_to(scenes: Path, tmp_path: Path) -> None:
+    """Two channels of each component's input that its weights pass over have no part in its embedding."""
+
+    def blind() -> nn.Module:
+        host = model()
+        for block in host.encoder.blocks:
+            for layer in (block.attn.qkv, block.mlp.fc1):
+                nn.init.zeros_(layer.weight[:, :2])
+        return host
+
+    host = blind()
+    config = settings(scenes, tmp_path / "a", sense=2, updates=1, lr=1e-9, min_lr=0.0)
+    handle = train(host, config, CONFIG).handle
+    for embedding in handle.method.embeddings:
+        weight = embedding.affine.weight
+        assert weight[:, :2].abs().max() < 1e-4 * weight.abs().max()
+        assert weight[-1].abs().max() < 1e-6, "the last channel is the same for all"
+    assert not handle.method.sensing
+    again = train(blind(), settings(scenes, tmp_path / "b", sense=2, updates=1, lr=1e-9, min_lr=0.0), CONFIG).handle
+    for one, other in zip(handle.method.parameters(), again.method.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_who_cannot_sense_says_so(scenes: Path, tmp_path: Path) -> None:
+    with pytest.raises(DtemError, match="leave checkpointing out"):
+        settings(scenes, tmp_path, sense=2, checkpointing=True)
+    with pytest.raises(DtemError, match="only an embedding of one layer can start by sensing"):
+        train(model(), settings(scenes, tmp_path, sense=1, options={"hidden": (8,)}), CONFIG)
+
+
 def test_the_host_learns_without_merging(scenes: Path, tmp_path: Path) -> None:
     host = model()
     config = settings(
@@ -120,8 +150,9 @@ def test_readings_price_a_pixel_on_average() -> None:
     assert found.var().item() == pytest.approx(2 * spread.mean().item(), rel=0.1)
 
 
-def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, monkeypatch) -> None:
-    train(model(), settings(scenes, tmp_path / "whole", updates=5, save_every=2), CONFIG)
+@pytest.mark.parametrize("sense", [0, 2])
+def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, monkeypatch, sense: int) -> None:
+    train(model(), settings(scenes, tmp_path / "whole", updates=5, save_every=2, sense=sense), CONFIG)
 
     from dtem.training import segmentation
 
@@ -135,9 +166,9 @@ def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(segmentation.Segmentation, "loss", stopping)
     with pytest.raises(KeyboardInterrupt):
-        train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2), CONFIG)
+        train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, sense=sense), CONFIG)
     monkeypatch.setattr(segmentation.Segmentation, "loss", real)
-    train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2), CONFIG)
+    train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, sense=sense), CONFIG)
     whole, parts = (load_file(tmp_path / name / "adapter.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

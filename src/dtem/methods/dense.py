@@ -15,6 +15,7 @@ Components are counted through: 2·layer is the attention of block `layer`, 2·l
 
 import dataclasses
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -140,6 +141,9 @@ class DenseDtem(DenseMethod):
 
     def __init__(self, host: HostSpec, config: DenseDtemConfig) -> None:
         super().__init__(host, config)
+        self.sensing = False
+        """Every component offers what it reads and merges nothing, so that training can see what the output makes of
+        it (`sense`)."""
         self.dim = config.dim or host.head_dim * (1 if host.width < 1024 else 2)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -155,6 +159,18 @@ class DenseDtem(DenseMethod):
             assert isinstance(embedding, DecoupledEmbedding)
             embedding.copy_keys(torch.eye(self.host.width), None, generator)
 
+    @torch.no_grad()
+    def sense(self, found: Sequence[ops.Moments]) -> None:
+        """Start from how sensitive the output is to the input of each component (`ops.sensitivity`)."""
+        for embedding, each in zip(self.embeddings, found, strict=True):
+            assert isinstance(embedding, DecoupledEmbedding)
+            weight, bias = ops.distance_embedding(each, self.dim)
+            affine = embedding.affine
+            if affine is None:
+                raise DtemError(f"hidden = {self.config.hidden}: only an embedding of one layer can start by sensing")
+            affine.weight.copy_(weight)
+            affine.bias.copy_(bias)
+
     def can_relax(self) -> bool:
         return True
 
@@ -163,20 +179,26 @@ class DenseDtem(DenseMethod):
         return embedded
 
     def group(self, component: int, h: Float[Tensor, "b n c"], r: int) -> Grouped:
+        config, prefix = self.config, self.host.prefix
+        if self.sensing:
+            return self._offer(h, h.new_zeros(len(h), 0, 0))
         if r == 0 or not self.soft:
             return super().group(component, h, r)
-        config, prefix = self.config, self.host.prefix
         if config.priced and torch.randint(2, ()).item():
             return super().group(component, h, r)
         metric = self.metric(component, h)
         if config.priced:
-            nudge = torch.zeros_like(h, requires_grad=True)
-            edges = ops.soft_group(ops.cosine(metric, prefix), r, config.temperature, config.scale, config.candidates)
-            ones = torch.ones(h.shape[:2], device=h.device)
-            return Grouped(h + nudge, offer=ops.Offer(edges, h.detach(), ones, nudge, prefix))
+            similarity = ops.cosine(metric, prefix)
+            return self._offer(h, ops.soft_group(similarity, r, config.temperature, config.scale, config.candidates))
         soft = min(r, config.relaxed)
         matching = ops.match(metric, r - soft, prefix)
         similarity = ops.kept_rows(ops.cosine(metric, prefix), matching, prefix)
         edges = ops.soft_group(similarity, soft, config.temperature, config.scale, config.candidates)
         merged = ops.merge_along(*ops.merge(h, None, matching), edges, prefix)
         return Grouped(*merged, matching, edges)
+
+    def _offer(self, h: Float[Tensor, "b n c"], edges: Float[Tensor, "b i j"]) -> Grouped:
+        """All tokens, and where to read what merging them would do."""
+        nudge = torch.zeros_like(h, requires_grad=True)
+        ones = torch.ones(h.shape[:2], device=h.device)
+        return Grouped(h + nudge, offer=ops.Offer(edges, h.detach(), ones, nudge, self.host.prefix))

@@ -15,11 +15,13 @@ from dtem.ops.merging import SoftMerge, give_all, merge, soft_merge, take
 from dtem.ops.pricing import Offer, effect, expected_cost
 from dtem.ops.pruning import fuse, prune, pruned_source
 from dtem.ops.sampling import sample
+from dtem.ops.sensitivity import Moments, distance_embedding, moments
 from dtem.ops.squeezing import find_hosts, squeeze
 from dtem.ops.unmerge import unmerge
 
 __all__ = [
     "Matching",
+    "Moments",
     "Offer",
     "SoftMerge",
     "attend",
@@ -28,6 +30,7 @@ __all__ = [
     "compose",
     "cosine",
     "density_peaks",
+    "distance_embedding",
     "effect",
     "expected_cost",
     "find_hosts",
@@ -40,6 +43,7 @@ __all__ = [
     "match",
     "merge",
     "merge_along",
+    "moments",
     "pool",
     "pool_sizes",
     "prune",

@@ -67,11 +67,10 @@ class Captioning:
     def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
         """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
         needs it, and before `student`."""
-        config, device = self.config, self.accelerator.device
-        images = batch.images.to(device, non_blocking=True)
-        ids, mask = evaluate.read(self.tokenizer, self._drawn(batch, seed), config.style.longest, device)
+        config = self.config
         if config.options.get("priced"):
-            return readings(_logits(student(ids, mask, None, images)), mask, READINGS, len(images))
+            return self.readings(batch, seed, student)
+        images, ids, mask = self._read(batch, seed)
         taught = None if config.loss == "task" else _logits(teacher(ids, mask, None, images))
         logits = _logits(student(ids, mask, None, images))
         parts = []
@@ -80,6 +79,17 @@ class Captioning:
         if taught is not None:
             parts.append(distill_loss(logits, taught, mask, config.distill_temperature))
         return sum(parts[1:], parts[0])
+
+    def readings(self, batch: Batch, seed: int, student: Forward) -> Tensor:
+        """Random numbers read off the output of one batch."""
+        images, ids, mask = self._read(batch, seed)
+        return readings(_logits(student(ids, mask, None, images)), mask, READINGS, len(images))
+
+    def _read(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Images, and the tokens of their captions with the mask of those that are there."""
+        device = self.accelerator.device
+        ids, mask = evaluate.read(self.tokenizer, self._drawn(batch, seed), self.config.style.longest, device)
+        return batch.images.to(device, non_blocking=True), ids, mask
 
     def _drawn(self, batch: Batch, seed: int) -> list[str]:
         """Captions of every image, drawn without repetition as far as there are enough. First one of each image, then

@@ -35,7 +35,6 @@ class Classification:
                 f"the model has no classifier, so loss = {config.loss!r} and eval_data = {config.eval_data!r} mean "
                 "nothing to it: train with --loss distill and no --eval-data, and judge it by `dtem eval --knn`"
             )
-        self.priced = bool(config.options.get("priced"))
         self.loader = self._training_loader(data_config)
         self.eval_loader = self._evaluation_loader(data_config) if config.eval_data else None
 
@@ -81,12 +80,10 @@ class Classification:
     def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
         """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
         needs it, and before `student`."""
-        config, device = self.config, self.accelerator.device
-        images, target = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
-        if self.mixup is not None:
-            images, target = mix(self.mixup, images, target, seed)
-        if self.priced:
-            return readings(student(images).float(), READINGS, self.classes is not None)
+        config = self.config
+        if config.options.get("priced"):
+            return self.readings(batch, seed, student)
+        images, target = self._mixed(batch, seed)
         taught = None if config.loss == "task" else teacher(images).float()
         logits = student(images).float()
         parts = []
@@ -95,6 +92,17 @@ class Classification:
         if taught is not None:
             parts.append(self._distance(logits, taught))
         return sum(parts[1:], parts[0])
+
+    def readings(self, batch: Batch, seed: int, student: Forward) -> Tensor:
+        """Random numbers read off the output of one batch."""
+        images, _ = self._mixed(batch, seed)
+        return readings(student(images).float(), READINGS, self.classes is not None)
+
+    def _mixed(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
+        """Images and labels, mixed where the recipe says so."""
+        device = self.accelerator.device
+        images, target = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+        return (images, target) if self.mixup is None else mix(self.mixup, images, target, seed)
 
     def _distance(self, said: Tensor, taught: Tensor) -> Tensor:
         """From what the unmerged model says: between probabilities, or without a classifier between features."""

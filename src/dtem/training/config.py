@@ -78,6 +78,8 @@ class TrainConfig:
     """Largest norm of a gradient; 0: not clipped."""
     smoothing: float = 0.0
     """Label smoothing."""
+    sense: int = 0
+    """Segmenter: start the embeddings from how sensitive the output is to what they read, found on so many batches."""
     drop_path: float = 0.1
     """Stochastic depth in the steps that train the model."""
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
@@ -126,7 +128,7 @@ class TrainConfig:
         for name in ("epochs", "lr", "host_lr", "distill_temperature"):
             if not (value := getattr(self, name)) > 0:
                 raise _error(f"{name} = {value!r} must be more than 0")
-        for name in ("updates", "warmup", "weight_decay", "clip", "min_lr", "workers", "eval_every", "gflops"):
+        for name in ("updates", "warmup", "weight_decay", "clip", "min_lr", "workers", "eval_every", "gflops", "sense"):
             if not (value := getattr(self, name)) >= 0:
                 raise _error(f"{name} = {value!r} must be 0 or more")
         if not 0 <= self.smoothing < 1 or not 0 <= self.drop_path < 1:
@@ -148,6 +150,8 @@ class TrainConfig:
             for name, value in {"loss": "distill", "checkpointing": False}.items():
                 if (other := getattr(self, name)) != value:
                     raise _error(f"option priced goes with {name} = {value!r}, not {other!r} (docs/training.md)")
+        if self.sense and self.checkpointing:
+            raise _error("sense needs to see what every component reads: leave checkpointing out")
         if self.mode == "modular" and self.method == "tome_soft":
             raise _error("method 'tome_soft' has nothing that learns beside the model; use mode = 'end-to-end'")
 

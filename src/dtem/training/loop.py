@@ -27,6 +27,7 @@ from dtem.training.config import TrainConfig
 from dtem.training.logs import Log, compact
 from dtem.training.optimise import average_gradients, groups, learning_rate
 from dtem.training.plans import Phase, Plan, enter, grown, options_of, plan_of
+from dtem.training.sensing import sense
 from dtem.training.tasks import Task, open_task
 from dtem.types import DtemError
 
@@ -100,6 +101,8 @@ class Run:
         started, waited = time.perf_counter(), 0.0
         outcomes: dict[str, Any] = {}
         with Log(self.folder, self.config.log, self.total, self.update, self.accelerator.is_main_process) as log:
+            if self.config.sense and not self.update:
+                sense(self)
             batches = self._batches()
             while self.update < self.total:
                 before = time.perf_counter()
@@ -179,10 +182,10 @@ class Run:
     def _step(self, passes: list[Any]) -> dict[str, float]:
         """One update."""
         phase = self.plan.phase(self.update)
-        drawn = torch.Generator().manual_seed(self._number(0))
+        drawn = torch.Generator().manual_seed(self.number(0))
         rate = self.schedules[phase.rates[int(torch.randint(len(phase.rates), (), generator=drawn))]]
         process = self.accelerator.process_index
-        torch.manual_seed(self._number(1, process))
+        torch.manual_seed(self.number(1, process))
         optimiser = self.optimisers[phase.learns]
         lr = learning_rate(self.update, self.total, self._peak(phase.learns), self.config.min_lr, self.config.warmup)
         for group in optimiser.param_groups:
@@ -192,8 +195,8 @@ class Run:
         for index, batch in enumerate(passes):
             own = adapters.Auxiliary()
             with self.accelerator.autocast():
-                student = functools.partial(self._student, phase, rate, own)
-                loss = self.task.loss(batch, self._number(2, process, index), student, self._teach)
+                student = functools.partial(self.student, phase, rate, own)
+                loss = self.task.loss(batch, self.number(2, process, index), student, self._teach)
                 loss = ops.expected_cost(loss, own.offers) if own.offers else loss
                 loss = sum(own.values(), loss) / len(passes)
             self.accelerator.backward(loss)
@@ -216,7 +219,7 @@ class Run:
             values[f"loss/{name}"] = float(self.accelerator.reduce(part, reduction="mean"))
         return values
 
-    def _student(self, phase: Phase, rate: str, own: adapters.Auxiliary, *inputs: Tensor) -> Tensor:
+    def student(self, phase: Phase, rate: str, own: adapters.Auxiliary, *inputs: Tensor) -> Tensor:
         """The logits; what the method has to say of them goes into `own`."""
         enter(self.plan, phase, self.handle, rate, grown(self.update, self.total, self.config.ramp))
         self.handle.method.train(phase.soft)  # what is random in a method is so where it learns, even by a frozen host
@@ -241,7 +244,7 @@ class Run:
     def _peak(self, name: str) -> float:
         return self.config.lr if name == "embeddings" else self.config.host_lr
 
-    def _number(self, *parts: int) -> int:
+    def number(self, *parts: int) -> int:
         """A seed for one purpose in this update."""
         sequence = np.random.SeedSequence((self.config.seed, self.update, *parts))
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)

@@ -69,9 +69,9 @@ class Segmentation:
         """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
         needs it, and before `student`."""
         config = self.config
-        images, target = split(batch.images.to(self.accelerator.device, non_blocking=True))
         if config.options.get("priced"):
-            return readings(student(images).float(), READINGS)
+            return self.readings(batch, seed, student)
+        images, target = split(batch.images.to(self.accelerator.device, non_blocking=True))
         taught = None if config.loss == "task" else teacher(images).float()
         logits = student(images).float()
         parts = []
@@ -80,6 +80,11 @@ class Segmentation:
         if taught is not None:
             parts.append(distill_loss(logits, taught, config.distill_temperature))
         return sum(parts[1:], parts[0])
+
+    def readings(self, batch: Batch, seed: int, student: Forward) -> Tensor:
+        """Random numbers read off the output of one batch."""
+        images, _ = split(batch.images.to(self.accelerator.device, non_blocking=True))
+        return readings(student(images).float(), READINGS)
 
     def evaluate(self, handle: Handle) -> dict[str, Areas]:
         """Areas by r, over all processes; nothing without evaluation data."""

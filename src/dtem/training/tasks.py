@@ -52,6 +52,9 @@ class Task(Protocol):
         """The loss of one batch, or what it is made of (readings) where merges are priced. `teacher` is called only if
         the loss needs it, and before `student`."""
 
+    def readings(self, batch: Any, seed: int, student: Forward) -> Tensor:
+        """Random numbers read off the output of one batch (`ops.pricing`)."""
+
     def evaluate(self, handle: Handle) -> Mapping[str, Any]:
         """What was found at each of `config.eval_rates`, over all processes; nothing without evaluation data."""
 
