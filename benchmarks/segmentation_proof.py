@@ -8,7 +8,8 @@ which goes on where it was stopped and is not made again once it is there (in --
 
 1. *host*: a Segmenter-T learns on the first images of `train`, without merging. The others of `train` are held out:
    the best moment of the run, and every setting here, was chosen on those.
-2. *embeddings*: for each seed, embeddings learn on the same images, the Segmenter being frozen, at 40 % merged.
+2. *embeddings*: for each seed, embeddings are found on the same images, the Segmenter being frozen: by sensing alone
+   (`ops.sensitivity`; 16 batches), or with ``--set updates=80`` by updates after it, at 40 % merged.
 3. *val*: all of them on `val`, image by image, with a bootstrap over images; GFLOPs counted, images per second rough.
 """
 
@@ -41,8 +42,16 @@ RATIOS = ("20%", "30%", "40%", "50%")
 SHARED = {"task": "segmentation", "workers": 0, "batch": 8, "scales": (0.6, 1.6), "save_every": 20}
 HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 720, "eval_every": 240}
 HOST |= {"host_lr": 2e-4, "warmup": 30, "dtype": "bf16", "weight_decay": 1e-2, "drop_path": 0.0}
-EMBEDDINGS = {"mode": "modular", "method": "dtem", "r": "40%", "eval_r": "40%", "updates": 80, "eval_every": 80}
-EMBEDDINGS |= {"lr": 1e-3, "loss": "task", "photometric": False, "sense": 0}
+EMBEDDINGS = {
+    "mode": "modular",
+    "method": "dtem",
+    "r": "40%",
+    "eval_r": "40%",
+    "sense": 16,
+    "epochs": 0.0,
+    "updates": 0,
+}
+EMBEDDINGS |= {"eval_every": 80, "lr": 1e-3, "loss": "task", "photometric": False}
 OPTIONS = {"relaxed": 64, "dim": 64, "priced": 0, "temperature": 0.1}
 
 

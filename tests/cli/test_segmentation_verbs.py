@@ -122,6 +122,28 @@ def test_the_task_of_a_command_line() -> None:
     assert tasks.asked(["eval", "--task"]) == ""
 
 
+def test_sensing_alone(run, scenes: Path, tmp_path: Path) -> None:
+    command = [
+        "train",
+        "--task",
+        "segmentation",
+        "--data",
+        scenes,
+        "--workers",
+        0,
+        "--batch",
+        3,
+        *MODEL,
+        "--classes",
+        3,
+    ]
+    command += ["--method", "dtem", "--r", "40%", "--sense", 2, "--epochs", 0, "--out", tmp_path]
+    out, _ = run(*command, "--json")
+    document = json.loads(out)
+    assert (document["updates"], document["loss"], document["files"]) == (0, None, ["adapter.safetensors"])
+    assert "what sensing 2 batches gave" in run(*command)[0]
+
+
 def test_a_segmenter_is_counted_and_timed(run) -> None:
     counted = json.loads(run("flops", "seg_t_linear_16", "--img-size", "64", "--r", "0,50%", "--json")[0])
     whole, half = counted["rows"]

@@ -12,12 +12,12 @@ def test_moments_are_sums_over_patches() -> None:
     found = ops.moments(h, gradients, prefix=1)
     tokens = [h[image, token] for image in range(2) for token in range(1, 5)]
     slopes = [gradients[k, image, token] for k in range(4) for image in range(2) for token in range(1, 5)]
-    assert found.count == 8
+    assert found.tokens == 8
     torch.testing.assert_close(found.h, sum(tokens).double())
     torch.testing.assert_close(found.hh, sum(token.outer(token) for token in tokens).double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.gg, sum(slope.outer(slope) for slope in slopes).double(), rtol=1e-5, atol=1e-5)
     twice = found.plus(found)
-    assert twice.count == 16
+    assert twice.tokens == 16
     assert torch.equal(twice.gg, 2 * found.gg)
 
 

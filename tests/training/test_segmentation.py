@@ -74,14 +74,16 @@ def test_sensing_starts_from_what_the_output_is_sensitive_to(scenes: Path, tmp_p
         return host
 
     host = blind()
-    config = settings(scenes, tmp_path / "a", sense=2, updates=1, lr=1e-9, min_lr=0.0)
+    config = settings(scenes, tmp_path / "a", sense=2, updates=0, epochs=0)
     handle = train(host, config, CONFIG).handle
     for embedding in handle.method.embeddings:
         weight = embedding.affine.weight
         assert weight[:, :2].abs().max() < 1e-4 * weight.abs().max()
         assert weight[-1].abs().max() < 1e-6, "the last channel is the same for all"
     assert not handle.method.sensing
-    again = train(blind(), settings(scenes, tmp_path / "b", sense=2, updates=1, lr=1e-9, min_lr=0.0), CONFIG).handle
+    kept = dtem.from_pretrained(tmp_path / "a" / "adapter.safetensors", blind())
+    assert torch.equal(kept.method.embeddings[3].affine.weight, handle.method.embeddings[3].affine.weight)
+    again = train(blind(), settings(scenes, tmp_path / "b", sense=2, updates=0, epochs=0), CONFIG).handle
     for one, other in zip(handle.method.parameters(), again.method.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -89,6 +91,8 @@ def test_sensing_starts_from_what_the_output_is_sensitive_to(scenes: Path, tmp_p
 def test_who_cannot_sense_says_so(scenes: Path, tmp_path: Path) -> None:
     with pytest.raises(DtemError, match="leave checkpointing out"):
         settings(scenes, tmp_path, sense=2, checkpointing=True)
+    with pytest.raises(DtemError, match="epochs = 0.0 must be more than 0"):
+        settings(scenes, tmp_path, epochs=0)
     with pytest.raises(DtemError, match="only an embedding of one layer can start by sensing"):
         train(model(), settings(scenes, tmp_path, sense=1, options={"hidden": (8,)}), CONFIG)
 

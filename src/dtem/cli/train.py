@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "config": flat(config),
         "updates": result.updates,
-        "loss": result.loss,
+        "loss": result.loss if result.updates else None,
         "waiting_for_data": result.waited,
         "skipped": result.skipped,
         "learned": learned,
@@ -108,7 +108,9 @@ def _tables(
     slower = "images" if result.waited > 0.5 else "the model"
     lines = [
         f"{result.updates} updates, last loss {result.loss:.4f}; waited for images {100 * result.waited:.0f} % of the "
-        f"time (the bottleneck is {slower})",
+        f"time (the bottleneck is {slower})"
+        if result.updates
+        else f"no updates: the embeddings are what sensing {config.sense} batches gave",
         f"files in {result.folder}: {', '.join(sorted(p.name for p in result.folder.glob('*.safetensors')))}",
     ]
     if learned is not None:

@@ -24,7 +24,7 @@ FAR = 2.0
 class Moments(NamedTuple):
     """Sums over tokens, in float64."""
 
-    count: Float[Tensor, ""]
+    tokens: Float[Tensor, ""]
     h: Float[Tensor, " c"]
     hh: Float[Tensor, "c c"]
     gg: Float[Tensor, "c c"]
@@ -45,8 +45,8 @@ def distance_embedding(
     found: Moments, dim: int, far: float = FAR
 ) -> tuple[Float[Tensor, "dim c"], Float[Tensor, " dim"]]:
     """Weight and bias of the embedding [z, c]: the dim − 1 directions that matter most, and the constant."""
-    mean = found.h / found.count
-    spread = found.hh / found.count - mean.outer(mean)
+    mean = found.h / found.tokens
+    spread = found.hh / found.tokens - mean.outer(mean)
     values, vectors = torch.linalg.eigh(found.gg)
     kept = min(dim - 1, len(values))
     rows = (vectors[:, -kept:] * values[-kept:].clamp(min=0).sqrt()).T

@@ -57,7 +57,7 @@ class TrainConfig:
     every: int = 10
     """End-to-end: one of so many updates trains the embeddings, the rest train the model."""
     epochs: float = 30
-    """Passes over the data."""
+    """Passes over the data; 0 after `sense`: the start is all there is."""
     updates: int = 0
     """Optimiser updates; 0: as many as the epochs hold. Needed for streams, whose length is not known."""
     batch: int = 1024
@@ -126,7 +126,7 @@ class TrainConfig:
             if (value := getattr(self, name)) < 1:
                 raise _error(f"{name} = {value!r} must be 1 or more")
         for name in ("epochs", "lr", "host_lr", "distill_temperature"):
-            if not (value := getattr(self, name)) > 0:
+            if not (value := getattr(self, name)) > 0 and not (name == "epochs" and value == 0 and self.sense):
                 raise _error(f"{name} = {value!r} must be more than 0")
         for name in ("updates", "warmup", "weight_decay", "clip", "min_lr", "workers", "eval_every", "gflops", "sense"):
             if not (value := getattr(self, name)) >= 0:

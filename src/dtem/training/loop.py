@@ -103,6 +103,7 @@ class Run:
         with Log(self.folder, self.config.log, self.total, self.update, self.accelerator.is_main_process) as log:
             if self.config.sense and not self.update:
                 sense(self)
+                keep.save(self)
             batches = self._batches()
             while self.update < self.total:
                 before = time.perf_counter()
@@ -128,6 +129,8 @@ class Run:
     def _total(self) -> int:
         if self.config.updates:
             return self.config.updates
+        if not self.config.epochs:
+            return 0
         if self.task.loader.steps is None:
             raise DtemError(f"{self.config.data} is a stream of unknown length: say how many --updates to make")
         return max(1, int(self.config.epochs * self.task.loader.steps) // self.config.accumulate)
