@@ -91,7 +91,7 @@ def test_sensing_starts_from_what_the_output_is_sensitive_to(scenes: Path, tmp_p
 def test_who_cannot_sense_says_so(scenes: Path, tmp_path: Path) -> None:
     with pytest.raises(DtemError, match="leave checkpointing out"):
         settings(scenes, tmp_path, sense=2, checkpointing=True)
-    with pytest.raises(DtemError, match="epochs = 0.0 must be more than 0"):
+    with pytest.raises(DtemError, match=r"epochs = 0\.0 must be more than 0"):
         settings(scenes, tmp_path, epochs=0)
     with pytest.raises(DtemError, match="only an embedding of one layer can start by sensing"):
         train(model(), settings(scenes, tmp_path, sense=1, options={"hidden": (8,)}), CONFIG)
