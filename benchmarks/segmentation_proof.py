@@ -52,6 +52,8 @@ EMBEDDINGS = {
     "updates": 0,
 }
 EMBEDDINGS |= {"eval_every": 80, "lr": 1e-3, "loss": "task", "photometric": False}
+PLAIN = {"tome": "tome without sizes", "dtem": "dtem without sizes"}
+"""The same without proportional attention: a merged token counts as one there."""
 OPTIONS = {"relaxed": 64, "dim": 64, "priced": 0, "temperature": 0.1}
 
 
@@ -133,12 +135,14 @@ def folder(args: argparse.Namespace, seed: int) -> str:
 def judge(args: argparse.Namespace, seeds: list[int]) -> list[dict]:
     """Every contender on every image, then the table."""
     model, source = host(args), open_pairs(parts(args)[args.judge])
-    handles = {"tome": dtem.patch(host(args), "tome")}
+    handles = {
+        "tome": dtem.patch(host(args), "tome"),
+        PLAIN["tome"]: dtem.patch(host(args), "tome", proportional=False),
+    }
     files = [args.work / folder(args, seed) / "adapter.safetensors" for seed in seeds]
     for seed, file in zip(seeds, files, strict=True):
         handles[f"dtem-{seed}"] = dtem.from_pretrained(file, host(args), r=0)
-    if args.judge == "held":  # what else is to be chosen: whether attention goes by sizes
-        handles["tome-plain"] = dtem.patch(host(args), "tome", proportional=False)
+        handles[f"{PLAIN['dtem']}-{seed}"] = dtem.from_pretrained(file, host(args), r=0, proportional=False)
     timed = {"none": Timed(model)}
     for label, handle in handles.items():
         timed |= {f"{label}-{ratio}": Timed(forward) for ratio, forward in at_rates(handle, RATIOS).items()}
@@ -178,15 +182,16 @@ def table(found: dict[str, Areas], handles: dict, model, seeds: list[int], speed
 
     rows = [row("none", "0", [found["none"]], counted(model), speeds["none"])]
     for ratio in RATIOS:
-        for method in [name for name in ("tome-plain", "tome", "dtem") if name == "dtem" or name in handles]:
-            labels = [f"dtem-{seed}" for seed in seeds] if method == "dtem" else [method]
+        for method in ("tome", "dtem", *PLAIN.values()):
+            labels = [f"{method}-{seed}" for seed in seeds] if method.startswith("dtem") else [method]
             handle = handles[labels[0]]
             handle.r = ratio
             areas = [found[f"{label}-{ratio}"] for label in labels]
             line = row(method, ratio, areas, counted(handle.model), speeds[f"{labels[0]}-{ratio}"])
             line["against_none"] = dataclasses.asdict(paired(found["none"], areas))
-            if method == "dtem":
-                line["against_tome"] = dataclasses.asdict(paired(found[f"tome-{ratio}"], areas))
+            if method.startswith("dtem"):
+                rival = method.replace("dtem", "tome")
+                line["against_tome"] = dataclasses.asdict(paired(found[f"{rival}-{ratio}"], areas))
             rows.append(line)
     return rows
 

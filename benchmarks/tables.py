@@ -122,7 +122,7 @@ def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
 def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["method", "ratio", "mIoU", "by seed", "against ToMe", "pixels", "GMACs", "im/s, one core"]]
     for row in rows:
-        name = {"none": "none", "tome": "ToMe", "dtem": f"DTEM ({len(row['miou_by_seed'])} seeds)"}[row["method"]]
+        name = row["method"].replace("tome", "ToMe").replace("dtem", f"DTEM ({len(row['miou_by_seed'])} seeds)")
         seeds = ", ".join(f"{miou:.2f}" for miou in row["miou_by_seed"]) if len(row["miou_by_seed"]) > 1 else ""
         gain = _difference(row["against_tome"], 2) if "against_tome" in row else ""
         speed = "" if row["images_per_cpu_second"] is None else f"{row['images_per_cpu_second']:.1f}"
