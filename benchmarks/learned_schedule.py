@@ -90,8 +90,9 @@ def _trained(args: argparse.Namespace, seed: int, name: str, flags: dict[str, ob
     """The last adapter, not the best: val chooses nothing."""
     folder = args.work / f"seed{seed}-{name}"
     print(f"seed {seed}, {name}", file=sys.stderr)
-    same = {"data": str(args.work / "images"), "out": str(folder), "seed": seed, "updates": args.updates}
-    same["dtype"] = args.dtype
+    same = {"data": str(args.work / "images"), "out": str(folder), "seed": seed, "dtype": args.dtype}
+    if args.updates:
+        same["updates"] = args.updates
     config, _ = resolve(args.preset, flags={**same, **flags})
     return train(host(args), config, _data_config(args)).handle
 
