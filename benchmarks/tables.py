@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/benchmarks.md from the records in benchmarks/results.
+"""Write the tables of README.md and docs, and the plots that go with them, from the records in benchmarks/results.
 
 python benchmarks/tables.py            rewrite them
 python benchmarks/tables.py --check    exit 1 if they are not in step with the records
@@ -261,7 +261,31 @@ def fill(text: str) -> str:
     return pattern.sub(lambda found: f"{found[1]}\n{render(found[2])}\n\n{found[3]}", text)
 
 
+def segmentation_plot(rows: list[dict[str, Any]]) -> bytes:
+    from dtem.visualise import curves
+
+    lines: dict[str, list[curves.Point]] = {}
+    for row in rows:
+        name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM")
+        lines.setdefault(name, []).append(curves.Point(row["gmacs"], row["miou"], row["ratio"]))
+    (base,) = lines.pop("none")
+    return curves.draw(lines, base=base._replace(label="unmerged"), value="mean IoU (%)", form="svg")
+
+
+PLOTS: dict[str, tuple[str, Callable[[Any], bytes]]] = {"segmentation.svg": ("segmentation_proof", segmentation_plot)}
+
+
+def plot() -> None:
+    from dtem.measure import record
+
+    for name, (source, make) in PLOTS.items():
+        kept = record.load(HERE / "results" / f"{source}.json")
+        (HERE.parent / "docs" / name).write_bytes(make(kept.results))
+
+
 def main() -> int:
+    if "--check" not in sys.argv:
+        plot()
     stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
     for page in stale:
         if "--check" in sys.argv:
