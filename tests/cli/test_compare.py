@@ -37,6 +37,7 @@ def test_all_methods_meet_the_same_budget(
         assert rows[name]["macs"] <= budget * 1e9
         assert abs(rows[name]["off_budget"]) < 0.05  # a tiny model has coarse steps
         assert rows[name]["speedup"]["1"]["median"] > 0
+        assert rows[name]["images_per_second_at"]["1"] > 0
     assert {pair["method"] for pair in document["against_tome"]} == rows.keys() - {"unmerged", "tome"}
     assert "--adapter dynamicvit=FILE" in document["not_compared"]["dynamicvit"]
     assert json.loads((tmp_path / "kept" / "record.json").read_text())["kind"] == "compare"

@@ -8,10 +8,13 @@ nothing about its method.
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtem.cli import common, evaluate, outcome_tables
 from dtem.cli.contenders import REFERENCE, split_label
+
+if TYPE_CHECKING:
+    from dtem.measure.throughput import Timing
 
 NAME = "compare"
 HELP = "all methods at equal GFLOPs, on the same images"
@@ -64,7 +67,9 @@ def complete(found: evaluate.Measured, sizes: Sequence[int], rounds: int) -> dic
         one["off_budget"] = one["macs"] / budget - 1
     timings = {size: _timed(found, size, rounds) for size in sizes}
     for contender, one in zip(found.contenders, document["rows"], strict=True):
-        one["speedup"] = {str(size): timings[size][contender.name] for size in sizes}
+        timed = {str(size): timings[size][contender.name] for size in sizes}
+        one["speedup"] = {size: dataclasses.asdict(timing.speedup) for size, timing in timed.items()}
+        one["images_per_second_at"] = {size: timing.images_per_second for size, timing in timed.items()}
     return document
 
 
@@ -107,8 +112,8 @@ def all_methods(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
     return ",".join(chosen), left_out
 
 
-def _timed(found: evaluate.Measured, size: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Speed-up over the unmerged model at one batch size, with quartiles."""
+def _timed(found: evaluate.Measured, size: int, rounds: int) -> dict[str, "Timing"]:
+    """All contenders at one batch size."""
     import torch
 
     from dtem.measure import throughput
@@ -118,22 +123,34 @@ def _timed(found: evaluate.Measured, size: int, rounds: int) -> dict[str, dict[s
     image = found.document["image"]
     batch = torch.randn(size, *image, device=first.device)
     with task.evaluating(*found.models):
-        timing = throughput.compare({one.name: one.forward.forward for one in found.contenders}, batch, rounds)
-    return {name: dataclasses.asdict(one.speedup) for name, one in timing.items()}
+        return throughput.compare({one.name: one.forward.forward for one in found.contenders}, batch, rounds)
 
 
 def _tables(document: dict[str, Any], sizes: Sequence[int]) -> list[Any]:
-    columns = ("method", "budget", "GFLOPs (MACs)", "off", *(f"speed-up, batch {size}" for size in sizes))
+    timed = (f"{what}, batch {size}" for size in sizes for what in ("im/s", "speed-up"))
+    columns = ("method", "budget", "GFLOPs (MACs)", "off", *timed)
     rows = [
         (
             one["method"],
             one["r"],
             outcome_tables.gigas(one),
-            f"{100 * one['off_budget']:+.1f} %" + (" !" if abs(one["off_budget"]) > TOLERANCE else ""),
-            *("{median:.2f} ({low:.2f}–{high:.2f})".format(**one["speedup"][str(size)]) for size in sizes),
+            _off(one.get("off_budget")),
+            *(text for size in sizes for text in _speeds(one, str(size))),
         )
-        for one in document["rows"][1:]
+        for one in document["rows"]
     ]
     parts: list[Any] = [common.table("Cost", columns, rows, f"!: more than {TOLERANCE:.0%} off its budget")]
     parts += [f"not compared: {name}: {reason}" for name, reason in document["not_compared"].items()]
     return parts
+
+
+def _speeds(one: dict[str, Any], size: str) -> tuple[str, str]:
+    spread = "{median:.2f} ({low:.2f}–{high:.2f})".format(**one["speedup"][size])
+    return f"{one['images_per_second_at'][size]:.1f}", spread
+
+
+def _off(share: float | None) -> str:
+    """How far a cost is from its budget; the unmerged model has none."""
+    if share is None:
+        return ""
+    return f"{100 * share:+.1f} %" + (" !" if abs(share) > TOLERANCE else "")
