@@ -42,7 +42,7 @@ def ranks_alike(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-@pytest.mark.parametrize("dim", [2, 4, 5, 9])
+@pytest.mark.parametrize("dim", [2, 4, 5, 9])  # narrower than the input, as wide, wider
 def test_it_has_the_width_that_is_asked_for(dim: int) -> None:
     torch.manual_seed(0)
     h = 1 + torch.randn(3, 50, 4)
@@ -52,6 +52,12 @@ def test_it_has_the_width_that_is_asked_for(dim: int) -> None:
     torch.testing.assert_close(z[..., -1], torch.full((3, 50), ops.sensitivity.FAR))
     assert z[..., :-1].mean(dim=(0, 1)).abs().max() < 1e-5
     torch.testing.assert_close(z[..., :-1].square().sum(dim=-1).mean(), torch.tensor(1.0))
+
+
+def test_of_width_one_there_is_the_constant_only() -> None:
+    weight, bias = ops.distance_embedding(ops.moments(torch.randn(1, 8, 4), torch.randn(1, 1, 8, 4)), 1)
+    assert weight.tolist() == [[0.0] * 4]
+    assert bias.tolist() == [ops.sensitivity.FAR]
 
 
 def test_an_output_that_nothing_matters_to_gives_no_nan() -> None:

@@ -93,6 +93,8 @@ def test_who_cannot_sense_says_so(scenes: Path, tmp_path: Path) -> None:
         settings(scenes, tmp_path, sense=2, checkpointing=True)
     with pytest.raises(DtemError, match=r"epochs = 0\.0 must be more than 0"):
         settings(scenes, tmp_path, epochs=0)
+    with pytest.raises(DtemError, match="'dtem' on a Segmenter, not with 'tome' on tiny: leave it out"):
+        train(model(), settings(scenes, tmp_path / "a", sense=1, mode="finetune", method="tome", options={}), CONFIG)
     with pytest.raises(DtemError, match="only an embedding of one layer can start by sensing"):
         train(model(), settings(scenes, tmp_path, sense=1, options={"hidden": (8,)}), CONFIG)
 

@@ -49,7 +49,8 @@ def distance_embedding(
     spread = found.hh / found.tokens - mean.outer(mean)
     values, vectors = torch.linalg.eigh(found.gg)
     kept = min(dim - 1, len(values))
-    rows = (vectors[:, -kept:] * values[-kept:].clamp(min=0).sqrt()).T
+    largest = slice(len(values) - kept, None)  # they come in ascending order
+    rows = (vectors[:, largest] * values[largest].clamp(min=0).sqrt()).T
     rows = rows / (rows @ spread @ rows.T).trace().clamp(min=torch.finfo(rows.dtype).tiny).sqrt()
     weight, bias = rows.new_zeros(dim, rows.shape[1]), rows.new_zeros(dim)
     weight[:kept] = rows

@@ -23,8 +23,8 @@ def sense(run: "Run") -> None:
     method, accelerator = run.handle.method, run.accelerator
     if not isinstance(method, DenseDtem):
         raise DtemError(
-            f"sense = {run.config.sense} is for the embeddings of a Segmenter; those of {run.handle.host.name} start "
-            "from the keys: leave it out"
+            f"sense = {run.config.sense} goes with method 'dtem' on a Segmenter, not with {method.name!r} on "
+            f"{run.handle.host.name}: leave it out"
         )
     total: list[ops.Moments] = []
     method.sensing = True
