@@ -122,7 +122,9 @@ def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
 def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["method", "ratio", "mIoU", "by seed", "against ToMe", "pixels", "GMACs", "im/s, one core"]]
     for row in rows:
-        name = row["method"].replace("tome", "ToMe").replace("dtem", f"DTEM ({len(row['miou_by_seed'])} seeds)")
+        name = (
+            row["method"].replace("tome", "ToMe").replace("dtem", f"DTEM by sensing ({len(row['miou_by_seed'])} seeds)")
+        )
         seeds = ", ".join(f"{miou:.2f}" for miou in row["miou_by_seed"]) if len(row["miou_by_seed"]) > 1 else ""
         gain = _difference(row["against_tome"], 2) if "against_tome" in row else ""
         speed = "" if row["images_per_cpu_second"] is None else f"{row['images_per_cpu_second']:.1f}"
@@ -266,7 +268,7 @@ def segmentation_plot(rows: list[dict[str, Any]]) -> bytes:
 
     lines: dict[str, list[curves.Point]] = {}
     for row in rows:
-        name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM")
+        name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM by sensing")
         lines.setdefault(name, []).append(curves.Point(row["gmacs"], row["miou"], row["ratio"]))
     (base,) = lines.pop("none")
     return curves.draw(lines, base=base._replace(label="unmerged"), value="mean IoU (%)", form="svg")
