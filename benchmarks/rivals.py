@@ -7,11 +7,11 @@ python benchmarks/rivals.py --data DIR --weights FILE --done                    
 
 DIR holds train, extra (learned from) and val (judged on; class folders). Every training has the same number of updates
 of the same images in the same order, with labels and the unmerged model as teacher. What learns is the host (rivals
-that are fine-tuned) or the method's own parts beside a frozen host; the table says which. Learning rates: three for
-each kind, judged by a short run on photographs of train that this run leaves out; never on val (with
---search-updates 0 the middle one, unsearched). Embeddings are trained
-once, at the smallest budget, and serve all; every other method is trained once per budget, at the plan that it is
-judged at.
+that are fine-tuned), the method's own parts beside a frozen host, or both in turns, update by update (DTEM's
+embeddings: one of ten, as published); the table says which. Learning rates: three for each kind, judged by a short run
+on photographs of train that this run leaves out; never on val (with --search-updates 0 the middle one, unsearched).
+DTEM and its kin are trained once, at the smallest budget, and serve all; every other method is trained once per budget,
+at the plan that it is judged at.
 
 Each run lives in a folder of --work, goes on where it was stopped, and is not made again once it is there.
 """
@@ -46,8 +46,15 @@ from dtem.training.config import resolve
 from dtem.training.loop import train
 from dtem.types import DtemError
 
-LEARNING_RATES = {"host": (2e-6, 1e-5, 5e-5), "parts": (2e-4, 1e-3, 5e-3), "rates": (2e-3, 1e-2, 5e-2)}
+LEARNING_RATES = {
+    "host": (2e-6, 1e-5, 5e-5),
+    "parts": (2e-4, 1e-3, 5e-3),
+    "both": (2e-4, 1e-3, 5e-3),
+    "rates": (2e-3, 1e-2, 5e-2),
+}
 """Around what is usual for each: fine-tuning, the preset `few`, DiffRate's publication. A factor of five apart."""
+HOST_PART = 0.01
+"""Where both learn, the host's learning rate as a part of the other: DynamicViT's publication has this."""
 HELD = 8
 """One of so many photographs of train is held out in the search."""
 TIMED = 2
@@ -58,10 +65,12 @@ class Rival(NamedTuple):
     """How a method is trained."""
 
     learns: str
-    """What learns: ``host``, or beside a frozen host the method's own ``parts`` or ``rates``."""
+    """What learns: ``host``, beside a frozen host the method's own ``parts`` or ``rates``, or ``both`` in turns."""
     once: bool = False
     """Trained at the smallest budget for all of them."""
     settings: dict[str, Any] = {}  # noqa: RUF012 - never mutated
+    method: str = ""
+    """The method, if the name under which it is trained is another."""
 
 
 RIVALS = {
@@ -78,6 +87,10 @@ RIVALS = {
     "dtps": Rival("parts"),
     "evo_vit": Rival("host"),
     "token_pooling": Rival("host"),
+    "dtps_host": Rival("both", method="dtps"),
+    "dynamicvit_host": Rival("both", method="dynamicvit"),
+    "patch_merger_host": Rival("both", method="patch_merger"),
+    "dtem_host": Rival("both", once=True, settings={"every": 10}, method="dtem"),
 }
 """In the order in which they are trained: if time runs out, what says most is there."""
 
@@ -157,6 +170,10 @@ def folder_of(args: argparse.Namespace, name: str, budget: float) -> Path:
     return args.work / name / f"{budget:g}G-{args.updates}"
 
 
+def method_of(name: str) -> str:
+    return RIVALS[name].method or name
+
+
 def trained(args: argparse.Namespace, name: str, budget: float) -> Handle:
     """The method as trained for a budget, with the learning rate that the search found."""
     lr = search(args, name)
@@ -169,17 +186,21 @@ def fit(
 ) -> Handle:
     """One run of `dtem train`."""
     rival, model = RIVALS[name], host(args)
+    schedule = training_schedule(args, name, budget)
+    modes: dict[str, dict[str, Any]] = {
+        "host": {"mode": "finetune", "host_lr": lr},
+        "both": {"mode": "end-to-end", "lr": lr, "host_lr": HOST_PART * lr, "host_r": schedule, "every": 2},
+    }
     flags = {
         "data": str(args.work / "images" / images),
         "out": str(folder),
-        "method": name,
-        "mode": "finetune" if rival.learns == "host" else "modular",
+        "method": method_of(name),
         "loss": "both",
         "updates": updates,
         "batch": args.batch,
         "dtype": args.dtype,
-        "r": training_schedule(args, name, budget),
-        "host_lr" if rival.learns == "host" else "lr": lr,
+        "r": schedule,
+        **modes.get(rival.learns, {"mode": "modular", "lr": lr}),
         **rival.settings,
     }
     config, _ = resolve("few", flags=flags)
@@ -188,7 +209,7 @@ def fit(
 
 def training_schedule(args: argparse.Namespace, name: str, budget: float) -> str:
     """The plan that the method is judged at; for one that learns its plan, the budget."""
-    handle = dtem.patch(host(args), name)
+    handle = dtem.patch(host(args), method_of(name))
     spec = f"{budget:g}G"
     return spec if handle.method.schedule() is not None else str(contenders.meet(handle, spec))
 
@@ -240,12 +261,9 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
     entries = [verb.Entry(name, handle, specs) for name, handle in untrained.items()]
     about = {name: {"name": name, "learned": "nothing"} for name in untrained}
     for name in args.methods:
-        label = f"{name} fine-tuned" if RIVALS[name].learns == "host" else name
-        about[label] = {
-            "name": name,
-            "learned": "host" if RIVALS[name].learns == "host" else "its own parts",
-            "lr": search(args, name),
-        }
+        learned = {"host": "host", "both": "host and its own parts"}.get(RIVALS[name].learns, "its own parts")
+        label = f"{method_of(name)} fine-tuned" if "host" in learned else name
+        about[label] = {"name": method_of(name), "learned": learned, "lr": search(args, name)}
         for budget in budgets_of(args, name):
             handle = trained(args, name, budget)
             entries.append(verb.Entry(label, handle, specs if RIVALS[name].once else [f"{budget:g}G"]))
