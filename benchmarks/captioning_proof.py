@@ -37,7 +37,7 @@ from dtem.training.loop import train
 RATES = ("4", "8", "10", "13")
 TRAINED_AT = "13"
 KINDS: dict[str, dict[str, Any]] = {
-    "sparse": {"loss": "both", "options": {"sparse": True, "temperature": 0.3}},
+    "sparse": {"loss": "distill", "options": {"sparse": True, "temperature": 0.3}},
     "priced": {"loss": "distill", "options": {"priced": True}},
 }
 """How embeddings can learn."""
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/captioning"))
     parser.add_argument("--only", choices=("host", "train", "eval", "table"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=100, help="of the embeddings")
+    parser.add_argument("--updates", type=int, default=600, help="of the embeddings")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--captions", type=int, default=2, help="of each image in an update")
     parser.add_argument("--lr", type=float, default=3e-3)

@@ -195,6 +195,25 @@ def _gain(pair: dict[str, Any] | None) -> str:
     return "" if pair is None else _difference(pair["top1"], 1)
 
 
+def proof(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["seed", "r", "photographs", "ToMe", "DTEM", "points (95 %)", "cross-entropy (95 %)"]]
+    for row in rows:
+        both, answers = row["paired"], [f"{row[name]:.2f}" for name in ("tome", "dtem")]
+        differences = [_difference(both["top1"], 2), _difference(both["loss"], 3)]
+        table.append([str(row["seed"]), str(row["r"]), f"{both['n']:,}", *answers, *differences])
+    return table
+
+
+def end_to_end(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["what learned", "r", "top-1 %", "points to ToMe (95 %)", "cross-entropy", "difference (95 %)"]]
+    for row in rows:
+        pair = None if row["arm"] == rows[0]["arm"] else row["against_tome"]
+        loss = "" if pair is None else _difference(pair["loss"], 3)
+        answers = [f"{row['top1']:.1f}", _gain(pair), f"{row['cross_entropy']:.3f}", loss]
+        table.append([row["arm"], str(row["r"]), *answers])
+    return table
+
+
 def precision(rows: list[dict[str, Any]]) -> list[list[str]]:
     head = ["model", "r", "precision", "merged the same", "of the rest, no near tie", "logits: typical difference"]
     table = [[*head, "same class"]]
@@ -221,6 +240,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "adaptive": ("adaptive", adaptive),
     "learned-schedule": ("learned_schedule", learned_schedule),
     "rivals": ("rivals", rivals),
+    "proof": ("proof", proof),
+    "end-to-end": ("end_to_end", end_to_end),
     "speed": ("speed", speed),
     "speed-short": ("speed", speed_short),
     "grouping": ("grouping", grouping),
