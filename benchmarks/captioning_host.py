@@ -1,17 +1,20 @@
-"""A small captioner to prove things on: GIT with the encoder of a real DeiT-T, its decoder trained on Flickr8k.
+"""A small captioner to prove things on: GIT with the encoder of a real DeiT-T, trained on Flickr8k.
 
 python benchmarks/captioning_host.py --data DIR --out FOLDER
+python benchmarks/captioning_host.py --data DIR --out FOLDER --tune-epochs 4        its encoder learns, too
 
-DIR holds flickr8k (captions.json, images) and weights. The encoder is frozen, so its features are computed once; the
-decoder reads all five captions of an image in one sequence, each under a mask of
-its own. The folder has the model, its tokenizer and how it wants its images: what `dtem eval --task captioning` takes.
-A run goes on where it was stopped.
+DIR holds flickr8k (captions.json, images) and weights. The decoder learns while the encoder is frozen, so that its
+features are computed once; then, if asked to, both learn. The decoder reads all five captions of an image in one
+sequence, each under a mask of its own. The folder has the model, its tokenizer and how it wants its images: what `dtem
+eval --task captioning` takes. A run goes on where it was stopped.
 """
 
 import argparse
 import json
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,21 @@ DECODER = {
 }
 LONGEST = 32
 """Tokens of a caption, with its first and last."""
+ENCODER, FIXED = "git.image_encoder", ("embeddings", "pre_layrnorm")
+"""The encoder, and what of it cannot learn (see `dtem.hosts.captioner`)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training."""
+
+    name: str
+    """Of its files."""
+    epochs: int
+    lr: dict[str, float]
+    """Of the parameters, by what their names start with."""
+    see: Callable[[str, Tensor], Tensor]
+    """What the decoder gets of these images (rows) of a split."""
 
 
 def main() -> None:
@@ -56,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-batch", type=int, default=16)
     parser.add_argument("--host-lr", type=float, default=1e-3)
     parser.add_argument("--host-decay", type=float, default=0.05)
+    parser.add_argument("--tune-epochs", type=int, default=0, help="in which the encoder learns too")
+    parser.add_argument("--tune-lr", type=float, default=2e-4)
+    parser.add_argument("--encoder-lr", type=float, default=5e-5)
 
 
 def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
@@ -70,9 +91,15 @@ def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
     torch.manual_seed(0)
     special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     model = captioner(vit, len(tokenizer), special, **DECODER)
-    features = {split: cached(folder, split, model, found) for split, found in source.items()}
     packed = {split: [pack(tokenizer, item.captions) for item in found.items] for split, found in source.items()}
-    best = learn(model, features, packed, folder, args)
+    features = {split: cached(folder, split, model, found) for split, found in source.items()}
+    decoder = [name for name, _ in model.named_parameters() if not name.startswith(ENCODER)]
+    frozen = Stage(
+        "", args.host_epochs, dict.fromkeys(decoder, args.host_lr), lambda split, rows: features[split][rows].float()
+    )
+    best = learn(model, frozen, packed, folder, args)
+    if args.tune_epochs:
+        best = learn(model, tuning(model, decoder, source, args), packed, folder, args)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = vit.pretrained_cfg
@@ -92,9 +119,38 @@ def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
         )
     )
     (folder / "trained.json").write_text(
-        json.dumps(best | {"epochs": args.host_epochs, "batch": args.host_batch, "lr": args.host_lr})
+        json.dumps(
+            best
+            | {"epochs": args.host_epochs, "batch": args.host_batch, "lr": args.host_lr}
+            | {"tune_epochs": args.tune_epochs, "tune_lr": args.tune_lr, "encoder_lr": args.encoder_lr}
+        )
     )
     return folder
+
+
+def tuning(model: Any, decoder: list[str], source: dict[str, Captions], args: argparse.Namespace) -> Stage:
+    """Both learn, from images that are flipped at random."""
+    images = {split: pixels(found) for split, found in source.items()}
+    blocks = [
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith(ENCODER) and not any(part in name for part in FIXED)
+    ]
+
+    def see(split: str, rows: Tensor) -> Tensor:
+        shown = images[split][rows].float()
+        if model.training:
+            shown = torch.where((torch.rand(len(rows)) < 0.5)[:, None, None, None], shown.flip(-1), shown)
+        seen: Tensor = model.git.image_encoder(shown).last_hidden_state
+        return seen
+
+    rates = dict.fromkeys(decoder, args.tune_lr) | dict.fromkeys(blocks, args.encoder_lr)
+    return Stage("tuned-", args.tune_epochs, rates, see)
+
+
+def pixels(source: Captions) -> Tensor:
+    """All images, in half precision."""
+    return torch.cat([batch.images.half() for batch in Loader(source, eval_transform(squashed()), 250).epoch(0)])
 
 
 @torch.inference_mode()
@@ -158,71 +214,67 @@ def loss_of(model: Any, seen: Tensor, ids: Tensor, place: Tensor, owner: Tensor)
     return F.cross_entropy(model.output(out[follows]).float(), ids[:, 1:][follows])
 
 
-def learn(model: Any, features: dict[str, Tensor], packed: dict[str, list], folder: Path, args: Any) -> dict[str, Any]:
-    """Train the decoder; the best epoch by validation loss stays in the model."""
+def learn(model: Any, stage: Stage, packed: dict[str, list], folder: Path, args: Any) -> dict[str, Any]:
+    """Train through one stage; the best epoch by validation loss stays in the model."""
     pad = model.config.pad_token_id
-    state = model.state_dict()
-    learns = {name: p for name, p in model.named_parameters() if "image_encoder" not in name}
-    decayed = [p for p in learns.values() if p.ndim > 1]
-    plain = [p for p in learns.values() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": args.host_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=args.host_lr, betas=(0.9, 0.98))
+    learns = {name: p for name, p in model.named_parameters() if name in stage.lr}
+    groups = [
+        {"params": [p], "lr": stage.lr[name], "weight_decay": args.host_decay if p.ndim > 1 else 0.0}
+        for name, p in learns.items()
+    ]
+    optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     steps = len(packed["train"]) // args.host_batch
-    total, best, start = steps * args.host_epochs, {"loss": math.inf}, 0
-    if (folder / "last.pt").exists():
-        last = torch.load(folder / "last.pt", weights_only=True)
-        model.load_state_dict(last["model"], strict=False)
-        optimiser.load_state_dict(last["optimiser"])
-        best, start = last["best"], last["epoch"] + 1
-    for epoch in range(start, args.host_epochs):
+    total = steps * stage.epochs
+    pace = torch.optim.lr_scheduler.LambdaLR(
+        optimiser,
+        lambda step: min(1.0, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / total))),
+    )
+    best, start = {"loss": math.inf}, 0
+    last, kept = folder / f"{stage.name}last.pt", folder / f"{stage.name}best.safetensors"
+    if last.exists():
+        found = torch.load(last, weights_only=True)
+        model.load_state_dict(found["model"], strict=False)
+        optimiser.load_state_dict(found["optimiser"])
+        pace.load_state_dict(found["pace"])
+        best, start = found["best"], found["epoch"] + 1
+    for epoch in range(start, stage.epochs):
         began, losses = time.perf_counter(), []
-        order = np.random.default_rng([0, epoch]).permutation(len(packed["train"]))
+        order = torch.from_numpy(np.random.default_rng([0, epoch]).permutation(len(packed["train"])))
         model.train()
         torch.manual_seed(epoch)
         for step in range(steps):
             rows = order[step * args.host_batch : (step + 1) * args.host_batch]
-            done = (epoch * steps + step) / total
-            lr = (
-                args.host_lr
-                * min(1.0, (epoch * steps + step + 1) / 200)
-                * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
-            )
-            for group in optimiser.param_groups:
-                group["lr"] = lr
-            seen = features["train"][torch.from_numpy(rows)].float()
             with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, seen, *collate([packed["train"][row] for row in rows], pad))
+                loss = loss_of(model, stage.see("train", rows), *collate([packed["train"][row] for row in rows], pad))
             optimiser.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(list(learns.values()), 1.0)
             optimiser.step()
+            pace.step()
             losses.append(loss.item())
             if step % 20 == 0:
                 spent = time.perf_counter() - began
                 print(f"epoch {epoch} step {step}/{steps} loss {np.mean(losses[-20:]):.3f} {spent:.0f} s", flush=True)
-        found = validate(model, features["val"], packed["val"], pad)
-        print(
-            f"epoch {epoch}: train {np.mean(losses):.4f} val {found:.4f} {time.perf_counter() - began:.0f} s",
-            flush=True,
-        )
-        if found < best["loss"]:
-            best = {"loss": found, "epoch": epoch}
-            save_file({name: p.detach().clone() for name, p in learns.items()}, folder / "best.safetensors")
-        kept = {"model": {n: p.detach() for n, p in learns.items()}, "optimiser": optimiser.state_dict()}
-        torch.save(kept | {"best": best, "epoch": epoch}, folder / "last.pt")
-    state.update(load_file(folder / "best.safetensors"))
-    model.load_state_dict(state)
+        loss = validate(model, stage, packed["val"], pad)
+        spent = time.perf_counter() - began
+        print(f"epoch {epoch}: train {np.mean(losses):.4f} val {loss:.4f} {spent:.0f} s", flush=True)
+        if loss < best["loss"]:
+            best = {"loss": loss, "epoch": epoch}
+            save_file({name: p.detach().clone() for name, p in learns.items()}, kept)
+        states = {"optimiser": optimiser.state_dict(), "pace": pace.state_dict()}
+        torch.save(states | {"model": {n: p.detach() for n, p in learns.items()}, "best": best, "epoch": epoch}, last)
+    model.load_state_dict(load_file(kept), strict=False)
     return best
 
 
 @torch.inference_mode()
-def validate(model: Any, features: Tensor, packed: list, pad: int) -> float:
+def validate(model: Any, stage: Stage, packed: list, pad: int) -> float:
     model.eval()
     found, words_ = 0.0, 0
-    for start in range(0, len(packed), 25):
-        part = collate(packed[start : start + 25], pad)
+    for rows in torch.arange(len(packed)).split(25):
+        part = collate([packed[row] for row in rows], pad)
         count = int(((part[2][:, 1:] == part[2][:, :-1]) & (part[2][:, 1:] >= 0)).sum())
-        found += loss_of(model, features[start : start + 25].float(), *part).item() * count
+        found += loss_of(model, stage.see("val", rows), *part).item() * count
         words_ += count
     return found / words_
 
