@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import common
@@ -35,6 +36,9 @@ from dtem.training.loop import train
 
 RATES = ("8", "13", "16")
 FOLDS = 5
+TOME = "tome"
+ALL = "all"
+"""In place of a seed: the mean of the adapters of all seeds."""
 
 
 def main() -> None:
@@ -50,16 +54,23 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    names = {"preset": args.preset, "dtype": args.dtype, "model": args.model, "weights": args.weights.name}
+    common.same_settings(args.work, names)
     deal(args.data, args.work / "folds")
     seeds = [int(seed) for seed in args.seeds.split(",")]
     rows = []
     for fold in range(args.folds):  # fold by fold, so that whatever is done so far covers all seeds
+        if not done(args.work / f"{TOME}-fold{fold}"):
+            judge(args, args.work / f"{TOME}-fold{fold}", fold, dtem.patch(host(args), "tome"), ("0", *RATES))
         for seed in seeds:
             cell(args, seed, fold)
     for seed in seeds:
         rows += summary(args, seed)
     if len(seeds) > 1:
         rows += over_seeds(args, seeds)
+        for fold in range(args.folds):
+            together(args, seeds, fold)
+        rows += summary(args, ALL)
     data = {name: record.data_hash(args.data / name) for name in ("train", "val", "extra")}
     path = args.out or common.RESULTS / "proof.json"
     record.save(record.collect("proof", rows, seed=seeds[0], data=str(data)), path)
@@ -103,35 +114,58 @@ def host(args: argparse.Namespace) -> torch.nn.Module:
 def cell(args: argparse.Namespace, seed: int, fold: int) -> None:
     """Train on four folds, keep the outcomes on the fifth."""
     folder = args.work / f"seed{seed}-fold{fold}"
-    if (folder / f"dtem-{RATES[-1]}.safetensors").exists():
+    if done(folder):
         return
     print(f"seed {seed}, fold {fold}", file=sys.stderr)
-    split = args.work / "folds" / str(fold)
     data_config = timm.data.resolve_data_config(model=host(args))
-    adapters = []
     for preset in args.preset.split("+"):
-        out = folder / preset
-        flags = {"data": str(split / "train"), "out": str(out), "seed": seed, "dtype": args.dtype}
+        data = args.work / "folds" / str(fold) / "train"
+        flags = {"data": str(data), "out": str(folder / preset), "seed": seed, "dtype": args.dtype}
         train(host(args), resolve(preset, flags=flags)[0], data_config)
-        adapters.append(out / keep.ADAPTER)
-    learned = adapters[0]
+    judge(args, folder, fold, mean(args, [folder], folder))
+
+
+def together(args: argparse.Namespace, seeds: list[int], fold: int) -> None:
+    """The mean of what all seeds have learned, judged like one of them."""
+    folder = args.work / f"seed{ALL}-fold{fold}"
+    if not done(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        learned = mean(args, [args.work / f"seed{seed}-fold{fold}" for seed in seeds], folder)
+        judge(args, folder, fold, learned)
+
+
+def mean(args: argparse.Namespace, cells: list[Path], folder: Path) -> dtem.Handle:
+    """The mean of what was learned in some cells, by every preset."""
+    adapters = [cell / preset / keep.ADAPTER for cell in cells for preset in args.preset.split("+")]
     if len(adapters) > 1:
-        learned = folder / "mean.safetensors"
-        average(adapters, learned)
-    loader = Loader(open_source(str(split / "test")), eval_transform(data_config), 50)
-    contenders = {"tome": dtem.patch(host(args), "tome")} if seed == 0 else {}
-    contenders["dtem"] = dtem.from_pretrained(learned, host(args))  # last: its file says that the cell is done
-    for name, contender in contenders.items():
-        for rate, found in evaluate.sweep(contender, loader, RATES if name == "dtem" else ("0", *RATES)).items():
-            found.save(folder / f"{name}-{rate}.safetensors")
+        average(adapters, folder / "mean.safetensors")
+        adapters = [folder / "mean.safetensors"]
+    return dtem.from_pretrained(adapters[0], host(args))
 
 
-def summary(args: argparse.Namespace, seed: int) -> list[dict]:
+def done(folder: Path) -> bool:
+    return outcomes(folder, RATES[-1]).exists()
+
+
+def outcomes(folder: Path, rate: str) -> Path:
+    return folder / f"outcomes-{rate}.safetensors"
+
+
+def judge(args: argparse.Namespace, folder: Path, fold: int, handle: dtem.Handle, rates: Sequence[str] = RATES) -> None:
+    """Keep the outcomes on one fold."""
+    transform = eval_transform(timm.data.resolve_data_config(model=handle.model))
+    loader = Loader(open_source(str(args.work / "folds" / str(fold) / "test")), transform, 50)
+    folder.mkdir(parents=True, exist_ok=True)
+    for rate, found in evaluate.sweep(handle, loader, rates).items():
+        found.save(outcomes(folder, rate))
+
+
+def summary(args: argparse.Namespace, seed: int | str) -> list[dict]:
     """DTEM against ToMe at every r, over all folds that are done."""
     rows = []
-    unmerged = _pooled(args, 0, "tome", "0")
+    unmerged = _pooled(args, TOME, "0")
     for rate in RATES:
-        ours, theirs = _pooled(args, seed, "dtem", rate), _pooled(args, 0, "tome", rate)
+        ours, theirs = _pooled(args, f"seed{seed}", rate), _pooled(args, TOME, rate)
         both = paired(theirs, ours)
         rows.append(
             {
@@ -153,7 +187,7 @@ def over_seeds(args: argparse.Namespace, seeds: list[int]) -> list[dict]:
     """The mean of the seeds against ToMe, photograph by photograph."""
     rows = []
     for rate in RATES:
-        theirs, ours = _pooled(args, 0, "tome", rate), [_pooled(args, seed, "dtem", rate) for seed in seeds]
+        theirs, ours = _pooled(args, TOME, rate), [_pooled(args, f"seed{seed}", rate) for seed in seeds]
         assert all(one.names == theirs.names for one in ours)
         right = torch.stack([one.correct for one in ours]).double().mean(0)
         loss = torch.stack([one.loss for one in ours]).double().mean(0)
@@ -176,9 +210,8 @@ def over_seeds(args: argparse.Namespace, seeds: list[int]) -> list[dict]:
     return rows
 
 
-def _pooled(args: argparse.Namespace, seed: int, name: str, rate: str) -> Outcomes:
-    files = [args.work / f"seed{seed}-fold{fold}" / f"{name}-{rate}.safetensors" for fold in range(args.folds)]
-    return pool([Outcomes.load(file) for file in files])
+def _pooled(args: argparse.Namespace, name: str, rate: str) -> Outcomes:
+    return pool([Outcomes.load(outcomes(args.work / f"{name}-fold{fold}", rate)) for fold in range(args.folds)])
 
 
 if __name__ == "__main__":
