@@ -66,10 +66,19 @@ def test_says_what_it_is(adapter: Callable[..., Path], tmp_path: Path) -> None:
 def test_thresholds_are_not_inherited(adapter: Callable[..., Path], tmp_path: Path) -> None:
     handle = dtem.from_pretrained(adapter("a.safetensors", 0.1), tiny())
     handle.merger.adaptive = schedule.parse("t0.8")
+    handle.r = "adaptive"
     dtem.save(handle, tmp_path / "calibrated.safetensors")
     assert "adaptive" in storage.read(tmp_path / "calibrated.safetensors")[0]
     average([tmp_path / "calibrated.safetensors", adapter("b.safetensors", 0.2)], tmp_path / "mean.safetensors")
-    assert "adaptive" not in storage.read(tmp_path / "mean.safetensors")[0]
+    mean, _ = storage.read(tmp_path / "mean.safetensors")
+    assert "adaptive" not in mean
+    assert mean["schedule"] == "0"
+
+
+def test_a_note_that_is_no_list_of_files(adapter: Callable[..., Path], tmp_path: Path) -> None:
+    damaged = adapter("a.safetensors", 0.1, {"trained_on": "{"})
+    with pytest.raises(dtem.DtemError, match="trained_on is no JSON list"):
+        average([damaged, adapter("b.safetensors", 0.2)], tmp_path / "mean.safetensors")
 
 
 @pytest.mark.parametrize(

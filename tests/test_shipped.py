@@ -50,7 +50,7 @@ def test_deit_tiny_beats_tome_on_photographs_it_never_saw(data_dir: Path) -> Non
     model.load_state_dict(load_file(data_dir / "weights" / f"{name}.fb_in1k.safetensors"))
     source = sources.open_source(str(data_dir / "imagenet" / "val"))
     header, _ = storage.read(FOLDER / f"{name}.safetensors")
-    source, left_out = sources.without(source, evaluate.trained_on(header))
+    source, left_out = sources.without(source, storage.trained_on(header))
     assert left_out == 0
     loader = data.Loader(source, data.eval_transform(timm.data.resolve_data_config(model=model)), 50)
     tome = dtem.patch(model, "tome", r=16)

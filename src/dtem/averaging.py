@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from dtem import schedule as schedules
 from dtem import storage
 from dtem._version import __version__
 from dtem.files import write_file
@@ -45,6 +46,8 @@ def average(sources: Sequence[storage.Source], path: storage.Source) -> storage.
     mean = {name: _mean([tensors[name] for tensors in parts]) for name in parts[0]}
     rates = {header.get("trained_r") for header in headers}
     kept = {key: value for key, value in headers[0].items() if key != "adaptive"}  # thresholds are of one adapter
+    if isinstance(schedules.parse(kept["schedule"]), schedules.Threshold):
+        kept["schedule"] = "0"
     kept |= {
         "version": __version__,
         "trained_r": rates.pop() if len(rates) == 1 else None,
@@ -79,6 +82,8 @@ def _mean(parts: list[Tensor]) -> Tensor:
 def _notes(headers: list[storage.Header]) -> dict[str, str]:
     """What each said of itself, and the photographs of all."""
     said = [dict(header.get("notes") or {}) for header in headers]
-    files = {name for notes in said for name in json.loads(notes.pop("trained_on", "[]"))}
-    notes = {"mean_of": json.dumps(said)}
-    return notes | ({"trained_on": json.dumps(sorted(files))} if files else {})
+    files = {name for header in headers for name in storage.trained_on(header)}
+    for notes in said:
+        notes.pop("trained_on", None)
+    mean_of = {"mean_of": json.dumps(said)}
+    return mean_of | ({"trained_on": json.dumps(sorted(files))} if files else {})

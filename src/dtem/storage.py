@@ -233,6 +233,21 @@ def _check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
     check_finite(tensors)
 
 
+def trained_on(header: Mapping[str, Any]) -> list[str]:
+    """File names of the images that an adapter has learned from, by its header.
+
+    The trainer keeps them as ``notes={"trained_on": json.dumps([...])}``. To evaluate on them would flatter.
+    """
+    text = (header.get("notes") or {}).get("trained_on", "[]")
+    try:
+        names = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise DtemError(f"the adapter's note trained_on is no JSON list: {error}") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DtemError(f"the adapter's note trained_on must be a list of file names, not {text:.80}")
+    return names
+
+
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Refuse what a training that went wrong has left."""
     for name, tensor in tensors.items():

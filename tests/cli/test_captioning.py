@@ -1,6 +1,7 @@
 """`dtem eval --task captioning` and `dtem caption`, on a captioner of a few thousand weights."""
 
 import json
+import shutil
 
 import pytest
 
@@ -56,10 +57,15 @@ def test_caption_prints_captions_at_each_r(folder, capsys):
         (["caption", "MODEL/config.json", "--model", "MODEL"], "cannot be read as an image"),
         (["caption", "IMAGE", "--model", "MODEL", "--beams", "0"], "beams = 0"),
         (["caption", "IMAGE", "--model", "MODEL/nothing"], "cannot be loaded as a captioner"),
+        (["caption", "IMAGE", "--model", "BROKEN"], "cannot be loaded as a captioner"),
+        (["caption", "IMAGE", "--model", "MODEL", "--longest", "9999"], "--longest 9999 is more than"),
     ],
 )
 def test_mistakes_are_said_in_a_line(folder, capsys, words, said):
-    places = {"MODEL": str(folder / "model"), "IMAGE": str(folder / "images" / "0.png")}
+    broken = shutil.copytree(folder / "model", folder / "broken", dirs_exist_ok=True)
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    places = {"MODEL": str(folder / "model"), "BROKEN": str(broken), "IMAGE": str(folder / "images" / "0.png")}
     for name, place in places.items():
         words = [word.replace(name, place) for word in words]
     assert main(words) == 2

@@ -324,7 +324,10 @@ def test_all_images_seen_in_training(folder: Path, tmp_path, capsys) -> None:
     dtem.save(handle, tmp_path / "all.safetensors", notes=notes)
     argv = ["eval", "--model", MODEL, "--weights", f"{folder}/w.safetensors", "--classes", str(CLASSES)]
     assert main([*argv, "--data", f"{folder}/images", "--adapter", f"{tmp_path}/all.safetensors"]) == 2
-    assert "all 6 images" in capsys.readouterr().err
+    assert "all 6 images have names of files to leave out" in capsys.readouterr().err
+    argv += ["--data", f"{folder}/images", "--adapter", f"{tmp_path}/all.safetensors", "--r", "8", "--json"]
+    assert main([*argv, "--keep-listed"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == 6
 
 
 @pytest.mark.parametrize("terminal", [True, False])

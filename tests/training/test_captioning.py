@@ -2,12 +2,15 @@
 
 import copy
 import json
+import shutil
 
 import pytest
+import timm
 import torch
 from timm.data.config import resolve_data_config
 
 import dtem
+from dtem.hosts.captioner import captioner
 from dtem.tasks.captioning.loading import load
 from dtem.tasks.captioning.loss import readings
 from dtem.training import captioning
@@ -143,6 +146,27 @@ def test_captions_are_drawn_by_the_seed_and_not_twice(folder):
     for index, item in enumerate(task.source.items):
         assert {drawn[index], drawn[index + 4]} == set(item.captions)
     assert len({tuple(task._drawn(batch, seed)) for seed in range(8)}) > 1
+
+
+def test_what_cannot_learn_of_a_captioner_on_a_plain_vit_stays(folder, tmp_path):
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=2)
+    tokenizer = load(str(folder / "model")).tokenizer
+    special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    text = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    captioner(vit, len(tokenizer), special, **text).save_pretrained(tmp_path / "git")
+    tokenizer.save_pretrained(tmp_path / "git")
+    shutil.copy(folder / "model" / "preprocessor_config.json", tmp_path / "git")
+    host = load(str(tmp_path / "git"))
+    model, _ = trained(host, folder, tmp_path / "run", mode="finetune", method="tome", r="3", eval_r="3", host_lr=1e-2)
+    moved = {name.removeprefix("git.image_encoder.vision_model.").partition(".")[0] for name in changed(model, host)}
+    assert {"encoder", "post_layernorm"} <= moved
+    assert not moved & {"embeddings", "pre_layrnorm"}
+
+
+def test_checkpointing_is_refused(host, folder, tmp_path):
+    with pytest.raises(DtemError, match="checkpointing does not go with captioning"):
+        trained(host, folder, tmp_path, checkpointing=True)
 
 
 def test_what_is_missing_is_said_early(host, folder, tmp_path):

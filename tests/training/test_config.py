@@ -69,11 +69,26 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ({"log": ["visdom"]}, "log = 'visdom'"),
         ({"mixup": -0.5}, "mixup = -0.5"),
         ({"method": "tome_soft"}, "nothing that learns beside the model"),
+        ({"scale": 0.5}, "scale = 0.5 must be a list of numbers"),
+        ({"scale": ["a", "b"]}, "must be a list of numbers"),
+        ({"scales": 0.5}, "scales = 0.5 must be a list of numbers"),
+        ({"r": {"a": 1}}, "r = .* must be a text or a number"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, object], message: str) -> None:
     with pytest.raises(DtemError, match=message):
         build(settings)
+
+
+def test_lists_and_texts_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("r: [8, 16]\neval_r: [0, 8]\nlog: tensorboard\n")
+    config, _ = resolve(file=file)
+    assert (config.r, config.eval_rates, config.log) == ("8,16", ("0", "8"), ("tensorboard",))
+    for options in ("", "[a]", "3"):
+        file.write_text(f"options: {options}\n")
+        with pytest.raises(DtemError, match=r"options = .* must be options by name"):
+            resolve(file=file)
 
 
 def test_files_that_are_no_settings_are_refused(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ def test_features_are_learned_without_labels(folder: Path, tmp_path: Path) -> No
     assert handle.model.num_classes == 0
 
 
+def test_labels_that_the_model_has_no_classes_for_are_not_mixed(folder: Path, tmp_path: Path) -> None:
+    config = settings(folder, tmp_path, data=str(folder / "bank"), mixup=0.8, cutmix=1.0, updates=1)
+    assert train(encoder(folder), config, CONFIG).updates == 1
+
+
 @pytest.mark.parametrize("changes", [{"loss": "task"}, {"loss": "both"}, {"eval_data": "bank"}])
 def test_what_needs_a_classifier_is_refused(folder: Path, tmp_path: Path, changes: dict[str, str]) -> None:
     changes = {name: str(folder / value) if name == "eval_data" else value for name, value in changes.items()}

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dtem
+from dtem.cli import main
 from dtem.tasks.classification import evaluate
 from dtem.training.config import TrainConfig, build
+from dtem.training.logs import Log
 from dtem.training.loop import train
 from dtem.types import DtemError
 
@@ -219,6 +221,9 @@ def test_checkpointing_and_bf16_train_too(images: Path, tmp_path: Path) -> None:
         ({"data": "nowhere"}, "nowhere"),
         ({"data": ""}, "no training images"),
         ({"method": "tome"}, "no soft mode"),
+        ({"r": "0"}, "r = 0 merges nothing in the first 2 blocks"),
+        ({"r": "4,0"}, "r = 0 merges nothing"),
+        ({"r": "0/0/4"}, "r = 0/0/4 merges nothing"),
         ({"options": {"warmth": 1}}, "no option 'warmth'"),
         ({"mode": "finetune", "method": "tome", "host_lr": 1e20}, "the loss is .* lower the learning rate"),
     ],
@@ -233,9 +238,54 @@ def test_a_run_goes_on_only_as_it_began(images: Path, tmp_path: Path) -> None:
     with pytest.raises(DtemError, match=r"lr = 0.01, and you ask for 0.5"):
         train(model(), settings(images, tmp_path, updates=1, lr=0.5), CONFIG)
     assert train(model(), settings(images, tmp_path, updates=1, lr=0.5), CONFIG, restart=True).updates == 1
+    other = model()
+    with torch.no_grad():
+        other.norm.weight[0] += 1e-3
+    with pytest.raises(DtemError, match=r"began with other weights of vit_tiny_patch16_224"):
+        train(other, settings(images, tmp_path, updates=1, lr=0.5), CONFIG)
     (tmp_path / "last.pt").write_bytes(b"nonsense")
     with pytest.raises(DtemError, match=r"last.pt is damaged"):
         train(model(), settings(images, tmp_path, updates=1), CONFIG)
+
+
+def test_what_is_frozen_stays_frozen(images: Path, tmp_path: Path) -> None:
+    host = model()
+    host.patch_embed.requires_grad_(False)
+    before = state(host)
+    train(host, settings(images, tmp_path / "some", mode="finetune", method="tome"), CONFIG)
+    moved = {name.partition(".")[0] for name, part in before.items() if not torch.equal(state(host)[name], part)}
+    assert moved == {"cls_token", "pos_embed", "blocks", "norm", "head"}
+    with pytest.raises(DtemError, match="all of it is frozen"):
+        train(model().requires_grad_(False), settings(images, tmp_path / "all", mode="finetune", method="tome"), CONFIG)
+
+
+def test_an_adapter_serves_the_largest_r_of_several(images: Path, tmp_path: Path) -> None:
+    train(model(), settings(images, tmp_path, r="2,4,3"), CONFIG)
+    assert dtem.storage.read(tmp_path / "adapter.safetensors")[0]["trained_r"] == "4"
+
+
+def test_another_size_and_the_settings_that_a_run_leaves(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = ["--model", "vit_tiny_patch16_224", "--random", "--img-size", "32", "--classes", "3"]
+    plain = ["--mixup", "0", "--cutmix", "0", "--workers", "0", "--batch", "2", "--updates", "1", "--r", "1"]
+    assert main(["train", *host, "--data", str(images), "--out", str(tmp_path / "a"), *plain]) == 0
+    kept = tmp_path / "a" / "config.yaml"
+    assert main(["train", "--random", "--config", str(kept), "--out", str(tmp_path / "b")]) == 0
+    one, two = (load_file(tmp_path / name / "adapter.safetensors") for name in "ab")
+    assert all(torch.equal(part, two[name]) for name, part in one.items())
+    capsys.readouterr()
+    for flags, message in ((["--norm", "half"], "--norm is for segmentation"), (["--beams", "2"], "is for captioning")):
+        assert main(["train", *host, "--data", str(images), "--out", str(tmp_path / "c"), *plain, *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_full_log_is_named(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here to stand for a full disk")
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DtemError, match="No space left"), Log(tmp_path, (), 1, 0, speaks=True) as log:
+        log.step(1, {"loss": 1.0})
 
 
 def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(
@@ -323,9 +373,10 @@ def test_two_processes_train_as_one_with_twice_the_batch(images: Path, tmp_path:
         "--master-port",
         "29517",
     ]
-    command = _command(images, tmp_path / "two", *size)[1:]
-    two = _python(*launch, "-m", "--", *command, ACCELERATE_USE_CPU="true")
+    command = _command(images, tmp_path / "two", *size, "--json")[1:]
+    two = _python(*launch, "-m", "--", *command)
     assert two.returncode == 0, two.stderr
+    assert json.loads(two.stdout)["updates"] == 4, "one of them speaks for both"
     expected, found = (load_file(tmp_path / name / "adapter.safetensors") for name in ("one", "two"))
     for name, tensor in expected.items():
         torch.testing.assert_close(tensor, found[name], rtol=1e-3, atol=1e-5)

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("images", metavar="IMAGE", nargs="+", help="files")
     add("--model", metavar="NAME", required=True, help=captioning.MODEL)
+    add("--weights", metavar="FILE", help=captioning.WEIGHTS)
     add("--method", metavar="NAME", help="default dtem (untrained it merges as tome does)")
     add("--adapter", metavar="FILE_OR_NAME", help="trained embeddings: a file or hub id")
     add("--r", metavar="LIST", default="0,13", help="tokens merged per block, several with commas; default %(default)s")
@@ -31,16 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Caption, print."""
+    import torch
     from timm.data.config import resolve_data_config
 
     from dtem.tasks.captioning.evaluate import at_rates, write
     from dtem.tasks.classification.data import eval_transform
+    from dtem.types import DtemError
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise DtemError("--device cuda: torch sees no CUDA device here; use --device cpu")
     style, rates = captioning.style(args), common.schedules(args.r)
     pictures = [_open(path) for path in args.images]
     args.shortcut = False
     model: Any = captioning.build(args)
     model.to(args.device)
+    captioning.check_longest(model, style)
     handle = common.patch(args, model)
     transform = eval_transform(resolve_data_config(model=model))  # type: ignore[no-untyped-call]
     ready = at_rates(handle, rates)

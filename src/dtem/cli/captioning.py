@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from dtem.cli.contenders import UNMERGED
+from dtem.cli.contenders import UNMERGED, known_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dtem.tasks.captioning.style import Style
 
 MODEL = "a GIT captioner: a Hub id (microsoft/git-base-coco) or a folder"
+WEIGHTS = "of the whole model, as end-to-end training wrote them"
 DATA = (
     "captions.json#test (Karpathy's or a list), FILE.jsonl, or Flickr's token .txt; ?images=DIR says where images are"
 )
@@ -54,6 +55,15 @@ def build(args: argparse.Namespace, drop_path_rate: float = 0.0, **options: Any)
     return model
 
 
+def check_longest(model: Any, style: "Style") -> None:
+    """Refuse captions that are longer than the captioner's positions reach."""
+    from dtem.types import DtemError
+
+    most = model.config.max_position_embeddings - 2  # the first token and the last
+    if style.longest > most:
+        raise DtemError(f"--longest {style.longest} is more than this captioner can write: {most} tokens at most")
+
+
 def contenders(
     host: Any, handles: "Mapping[str, Handle]", rates: "Sequence[str]"
 ) -> "dict[tuple[str, str], Callable[[], Any]]":
@@ -62,7 +72,7 @@ def contenders(
 
     found: dict[tuple[str, str], Callable[[], Any]] = {(UNMERGED, "0"): lambda: host}
     for label, handle in handles.items():
-        for rate, ready in at_rates(handle, rates).items():
+        for rate, ready in at_rates(handle, known_to(handle, rates)).items():
             ready()
             if handle.merger.active:
                 found[label, rate] = ready

@@ -178,6 +178,14 @@ def meet(handle: "Handle", spec: str, batches: "Sequence[Tensor] | None" = None)
     return handle.merger.schedule
 
 
+def known_to(handle: "Handle", specs: Sequence[str]) -> list[str]:
+    """`specs` without a learned r where nothing is learned, and an adaptive one where nothing is calibrated."""
+    unknown = {"learned"} if handle.method.schedule() is None else set()
+    if handle.merger.adaptive is None:
+        unknown.add("adaptive")
+    return [spec for spec in specs if spec not in unknown]
+
+
 def merged(
     label: str, handle: "Handle", specs: Sequence[str], batches: "Sequence[Tensor] | None" = None
 ) -> list[Contender]:
@@ -187,12 +195,8 @@ def merged(
     from dtem.schedule import Threshold
     from dtem.tasks.classification import evaluate
 
-    if handle.method.schedule() is None:
-        specs = [spec for spec in specs if spec != "learned"]
-    if handle.merger.adaptive is None:
-        specs = [spec for spec in specs if spec != "adaptive"]
     contenders = []
-    for spec in specs:
+    for spec in known_to(handle, specs):
         schedule = meet(handle, spec, batches)
         if not handle.merger.active:
             continue
@@ -206,6 +210,15 @@ def merged(
     return contenders
 
 
+def add_listed_argument(parser: argparse.ArgumentParser) -> None:
+    """What `contestants` asks about files that adapters were trained on."""
+    parser.add_argument(
+        "--keep-listed",
+        action="store_true",
+        help="judge on files that have the name of a training file, too: where names repeat, as 1.jpg in every folder",
+    )
+
+
 def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, "Handle"], dict[str, list[str]]]:
     """Patched copies of `host` by label, and the files that each was trained on. They share the host's weights.
 
@@ -214,7 +227,6 @@ def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, 
     import dtem
     from dtem import storage
     from dtem.adapters.sharing import share
-    from dtem.tasks.classification import evaluate
     from dtem.types import DtemError
 
     trained: dict[str, Handle] = {}
@@ -227,7 +239,7 @@ def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, 
         if label in trained or label == UNMERGED:
             raise DtemError(f"--adapter {given}: {label!r} is taken; give each adapter its own label, LABEL=FILE")
         trained[label] = handle
-        lists[label] = evaluate.trained_on(storage.read(path)[0])
+        lists[label] = [] if getattr(args, "keep_listed", False) else storage.trained_on(storage.read(path)[0])
     served = {handle.method.name for handle in trained.values()}
     handles: dict[str, Handle] = {}
     for method in dict.fromkeys(part.strip() for part in args.method.split(",")):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtem.cli import common, outcome_tables, pictures
-from dtem.cli.contenders import REFERENCE, UNMERGED, Contender, Entry, contestants, merged, settled
+from dtem.cli.contenders import REFERENCE, UNMERGED, Contender, Entry, add_listed_argument, contestants, merged, settled
 from dtem.cli.neighbours import by_neighbours
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", metavar="N", type=int, default=0, help="processes that decode; default: this one alone")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="default %(default)s; the others by autocast")
+    add_listed_argument(parser)
     add(
         "--limit",
         metavar="N",

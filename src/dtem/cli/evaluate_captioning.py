@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtem.cli import captioning, common, evaluate
-from dtem.cli.contenders import REFERENCE, UNMERGED, contestants
+from dtem.cli.contenders import REFERENCE, UNMERGED, add_listed_argument, contestants
+from dtem.cli.segmentation import folder
 
 if TYPE_CHECKING:
     from dtem.handle import Handle
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this verb, for this task."""
     add = parser.add_argument
     add("--model", metavar="NAME", required=True, help=captioning.MODEL)
-    add("--weights", metavar="FILE", help="of the whole model, as end-to-end training wrote them")
+    add("--weights", metavar="FILE", help=captioning.WEIGHTS)
     add("--data", metavar="SPEC", required=True, help=captioning.DATA)
     add("--method", metavar="LIST", default=REFERENCE, help="with commas; default %(default)s, and those of --adapter")
     add(
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", metavar="N", type=int, default=0, help="processes that decode; default: this one alone")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
     add("--limit", metavar="N", type=int, help="only N images, drawn at random, the same every time")
+    add_listed_argument(parser)
     add("--out", metavar="DIR", help="keep record.json and every caption, captions.json")
 
 
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from timm.data.config import resolve_data_config
 
+    from dtem.measure import record
     from dtem.tasks.captioning import evaluate as running
     from dtem.tasks.captioning import metric
     from dtem.tasks.captioning.data import open_captions
@@ -67,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     args.shortcut = False
     host: Any = captioning.build(args)
     host.to(args.device)
+    captioning.check_longest(host, style)
     handles, lists = contestants(args, host)
     source, left_out = sources.without(captions, {name for names in lists.values() for name in names})
     if args.limit is not None:
@@ -81,10 +85,12 @@ def run(args: argparse.Namespace) -> int:
         evaluate.progress(None, source.length) as advance,
     ):
         written = running.compete(named, loader, captions.items, style, args.device, advance)
+    _keep_captions(args, dict(zip(ready, written.values(), strict=True)))
     found = {key: running.scored(part, captions.items) for key, part in zip(ready, written.values(), strict=True)}
     document = _document(args, found, costs, loader.skipped, left_out)
     common.show(args, document, *_tables(document))
-    _keep(args, document, found)
+    if args.out is not None:
+        record.save(record.collect(NAME, document, seed=0, command=args.command), folder(args.out) / "record.json")
     return 0
 
 
@@ -198,16 +204,13 @@ def _tables(document: Mapping[str, Any]) -> list[object]:
     return [common.table(title, ("method", "r", *metrics, "loss", *costs, *gains), rows, "\n".join(notes))]
 
 
-def _keep(args: argparse.Namespace, document: Mapping[str, Any], found: "Mapping[tuple[str, str], Written]") -> None:
+def _keep_captions(args: argparse.Namespace, found: "Mapping[tuple[str, str], Written]") -> None:
+    """Before they are scored: they took the longest."""
     import json
 
-    from dtem.cli.segmentation import folder
     from dtem.files import write_file
-    from dtem.measure import record
 
     if args.out is None:
         return
-    place = folder(args.out)
     texts = {re.sub(r"[^\w.@%+-]", "_", f"{label}-r{rate}"): part.captions for (label, rate), part in found.items()}
-    write_file(place / "captions.json", json.dumps(texts, indent=2, ensure_ascii=False) + "\n")
-    record.save(record.collect(NAME, document, seed=0, command=args.command), place / "record.json")
+    write_file(folder(args.out) / "captions.json", json.dumps(texts, indent=2, ensure_ascii=False) + "\n")

@@ -5,11 +5,15 @@ the images need no labels. A run lives in --out; the same command again goes on 
 """
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtem.cli import common, segmentation
 from dtem.cli.options import add_flags, given
 from dtem.cli.tasks import builder
+from dtem.tasks.captioning.style import Style
+from dtem.tasks.classification.augmentation import Augmentation
+from dtem.tasks.segmentation.augmentation import Views
 from dtem.training.config import TrainConfig, flat, presets, resolve
 
 if TYPE_CHECKING:
@@ -17,6 +21,10 @@ if TYPE_CHECKING:
 
 NAME = "train"
 HELP = "train embeddings, or the whole model, on your images"
+MODEL = {"name": "model", "pool": "pool", "classes": "classes", "img_size": "img_size", "norm": "norm"}
+"""What a settings file can say of the model, and the option that says it."""
+SETTINGS: dict[str, type] = {"classification": Augmentation, "segmentation": Views, "captioning": Style}
+"""Settings that one task alone has."""
 LABELS = {"top1": "top-1", "top5": "top-5", "cross_entropy": "cross-entropy"}
 EXAMPLES = """\
 examples:
@@ -49,18 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, print what came of it."""
-    config, preset = resolve(args.preset, args.config, given(args, TrainConfig))
+    flags = given(args, TrainConfig)
+    config, preset = resolve(args.preset, args.config, flags)
+    _check_flags(args, config.task, flags)
     _fill(args, preset)
     import torch
     from timm.data.config import resolve_data_config
 
+    from dtem import adapters
     from dtem.measure import flops, record
     from dtem.training.loop import train
 
     torch.manual_seed(config.seed)  # for --random
     model = builder(config.task)(args, drop_path_rate=0.0 if config.mode == "modular" else config.drop_path)
-    data_config = resolve_data_config(model=model)  # type: ignore[no-untyped-call]
-    result = train(model, config, data_config, args.restart)
+    size = {}
+    if config.task == "classification" and args.img_size is not None:  # timm would take that of the pretrained weights
+        size["input_size"] = adapters.find(model).describe(model).image
+    data_config = resolve_data_config(size, model=model)  # type: ignore[no-untyped-call]
+    named = {name: getattr(args, slot, None) for name, slot in MODEL.items()}
+    named = {name: value for name, value in named.items() if value is not None}
+    result = train(model, config, data_config, args.restart, named)
+    if not result.first:
+        return 0
     learned = None
     if result.handle.r == "learned":
         learned = {"r": list(result.handle.plan), "macs": flops.count(model, result.handle.host.image).macs}
@@ -87,14 +105,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_flags(args: argparse.Namespace, task: str, flags: dict[str, Any]) -> None:
+    """Refuse flags of another task: they would do nothing."""
+    from dtem.types import DtemError
+
+    for owner, settings in SETTINGS.items():
+        foreign = flags.keys() & {field.name for field in dataclasses.fields(settings)} if owner != task else set()
+        if task == "segmentation":
+            foreign -= {"flip"}
+        if foreign:
+            raise DtemError(f"--{min(foreign).replace('_', '-')} is for {owner}, and the task is {task}: leave it out")
+    for name in ("encoder", "norm"):
+        if task != "segmentation" and getattr(args, name) is not None:
+            raise DtemError(f"--{name} is for segmentation, and the task is {task}: leave it out")
+
+
 def _fill(args: argparse.Namespace, preset: dict[str, Any]) -> None:
     """The model as the preset names it, where no flag says otherwise."""
     from dtem.types import DtemError
 
     for name, value in preset.items():
-        slot = {"name": "model"}.get(name, name)
-        if slot not in ("model", "pool", "classes", "img_size", "norm"):
-            raise DtemError(f"model: {name} is not known in a settings file; use name, pool, classes, img_size or norm")
+        if name not in MODEL:
+            raise DtemError(f"model: {name} is not known in a settings file; use {', '.join(MODEL)}")
+        slot = MODEL[name]
         if getattr(args, slot) is None:
             setattr(args, slot, str(value) if slot == "img_size" else value)
     if args.model is None:

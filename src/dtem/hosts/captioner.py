@@ -9,7 +9,8 @@ first block, which a plain ViT does not have. None of that stands in the way:
   all of them by √ε, and its weight brings them back to the scale of the ViT.
 
 So the encoder computes what the ViT computes, up to rounding, in a model that is saved and loaded like any GIT.
-(The scaled embeddings are not fit to learn further: keep embeddings and `pre_layrnorm` frozen.)
+(The scaled embeddings are not fit to learn further: they and `pre_layrnorm` come frozen, and `loading.load` freezes
+them again.)
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from dtem.types import DtemError
 
 SCALE = 1e-8
 """Of the embeddings: far below √ε."""
+FIXED = ("embeddings", "pre_layrnorm")
+"""Parts of the encoder that must not learn; the model's config names them."""
 
 
 def captioner(vit: VisionTransformer, vocabulary: int, special: Mapping[str, int], **text: Any) -> GitForCausalLM:
@@ -54,11 +57,19 @@ def captioner(vit: VisionTransformer, vocabulary: int, special: Mapping[str, int
         bos_token_id=special["bos"],
         eos_token_id=special["eos"],
         pad_token_id=special["pad"],
+        dtem_fixed=list(FIXED),
         **text,
     )
     model = GitForCausalLM(config)
     model.git.image_encoder.load_state_dict(encoder_weights(vit))
+    freeze_fixed(model)
     return model
+
+
+def freeze_fixed(model: GitForCausalLM) -> None:
+    """Freeze what the config says must not learn: of a GIT that was not built here, nothing."""
+    for name in getattr(model.config, "dtem_fixed", ()):
+        model.git.image_encoder.vision_model.get_submodule(name).requires_grad_(False)
 
 
 def encoder_weights(vit: VisionTransformer) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Where a run stands: written whole or not at all, read without unpickling anything but tensors and numbers."""
 
+import hashlib
 import io
 import pickle
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtem.files import write_file
 from dtem.types import DtemError
@@ -15,6 +17,15 @@ FORMAT = 1
 FILE = "last.pt"
 
 State = dict[str, Any]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Of all its tensors: a run goes on only from the weights that it began with."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, part in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> None:

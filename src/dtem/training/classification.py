@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from dtem.handle import Handle
@@ -102,6 +103,8 @@ class Classification:
         """Images and labels, mixed where the recipe says so."""
         device = self.accelerator.device
         images, target = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+        if self.classes is None:
+            target = torch.full_like(target, -1)  # whatever the folders say, there is no class to mix
         return (images, target) if self.mixup is None else mix(self.mixup, images, target, seed)
 
     def _distance(self, said: Tensor, taught: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class TrainConfig:
     bad: str = "skip"
     """An image that cannot be read: skip (and count) or stop."""
     seed: int = 0
-    """Of everything: order, augmentation, initialisation."""
+    """Of order, augmentation and all that is drawn in training (a random start has its own: --option seed=N)."""
     eval_r: str = "0,8,13,16"
     """Rates to evaluate at (where the schedule is learned, at that alone by default)."""
     eval_every: int = 0
@@ -178,6 +178,10 @@ def resolve(
         shipped = {**shipped, "options": _known_options(shipped["options"], **said)}
     merged: dict[str, Any] = {}
     for layer in (shipped, *given):
+        if not isinstance(layer.get("options", {}), dict):
+            raise _error(
+                f"options = {layer['options']!r} must be {_WORDS['dict']}, e.g. options: {{temperature: 0.05}}"
+            )
         options = {**merged.get("options", {}), **layer.get("options", {})}
         merged |= layer
         if options:
@@ -254,10 +258,14 @@ def _fit(cls: type, name: str, value: Any) -> Any:
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     kind = str(field.type).removeprefix("<class '").partition("'")[0].partition("[")[0]
     if kind == "tuple" or "tuple" in kind:
-        return None if value is None else tuple(value)
+        return None if value is None else _several(field, value)
     if name == "options" and isinstance(value, dict):  # YAML has lists, methods take tuples
         return {option: tuple(each) if isinstance(each, list) else each for option, each in value.items()}
-    if kind == "str" and not isinstance(value, bool | list | dict):
+    if kind == "str" and isinstance(value, list):  # r: [8, 16], where a flag has --r 8,16
+        return ",".join(map(str, value))
+    if kind == "str" and isinstance(value, dict):
+        raise _error(f"{name} = {value!r} must be a text or a number")
+    if kind == "str" and not isinstance(value, bool):
         return str(value)
     if kind == "float" and isinstance(value, str):
         try:
@@ -267,6 +275,17 @@ def _fit(cls: type, name: str, value: Any) -> Any:
     if kind in _KINDS and (not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool")):
         raise _error(f"{name} = {value!r} must be {_WORDS[kind]}")
     return float(value) if kind == "float" else value
+
+
+def _several(field: dataclasses.Field[Any], value: Any) -> tuple[Any, ...]:
+    """Of a field that holds several values: texts, of which one may come alone, or numbers."""
+    texts = "str" in str(field.type)
+    if texts and isinstance(value, str):
+        value = [value]
+    kinds = (str,) if texts else (int, float)
+    if not isinstance(value, list | tuple) or not all(isinstance(each, kinds) for each in value):
+        raise _error(f"{field.name} = {value!r} must be a list of {'texts' if texts else 'numbers'}")
+    return tuple(value)
 
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "dict": "options by name"}

@@ -36,7 +36,7 @@ def write(run: "Run", adapter: str, host: str) -> None:
     """The files that users take away."""
     if not run.accelerator.is_main_process:
         return
-    config, rate = run.config, run.plan.phases[0].rates[0]
+    config, rate = run.config, max(run.plan.phases[0].rates, key=run.merges.__getitem__)
     if run.handle.method.state_dict():
         run.handle.mode = "hard"  # a learned schedule is kept as inference uses it
         asked, run.handle.r = run.handle.r, run.rate
@@ -62,6 +62,7 @@ def save(run: "Run") -> None:
             {
                 "config": json.dumps(flat(run.config)),
                 "host": run.handle.host.name,
+                "weights": run.weights,
                 "update": run.update,
                 "position": list(run.position),
                 "best": run.best,
@@ -83,6 +84,11 @@ def resume(run: "Run") -> None:
         checkpoint.check_same(saved, now, run.folder)
         if state["host"] != run.handle.host.name:
             raise DtemError(f"{run.folder} holds a run on {state['host']}; choose another --out, or --restart")
+        if state.get("weights", run.weights) != run.weights:  # runs of version 0.2 have not kept it
+            raise DtemError(
+                f"{run.folder} holds a run that began with other weights of {state['host']}; choose another --out, or "
+                "--restart"
+            )
         run.handle.model.load_state_dict(state["model"], strict=False)
         for name, optimiser in run.optimisers.items():
             optimiser.load_state_dict(state["optimisers"][name])
@@ -93,7 +99,8 @@ def resume(run: "Run") -> None:
     if run.accelerator.is_main_process:
         import yaml
 
-        write_file(run.folder / "config.yaml", yaml.safe_dump(now, sort_keys=False))
+        told = ({"model": run.named} if run.named else {}) | now
+        write_file(run.folder / "config.yaml", yaml.safe_dump(told, sort_keys=False))
         log = run.folder / LOG
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
         write_file(log, "".join(line for line in lines if _logged(line) <= run.update))

@@ -1,5 +1,6 @@
 """Where a run speaks: a progress bar, log.jsonl, and on request TensorBoard or Weights & Biases."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class Log:
     ) -> None:
         for channel in (self._bar, self._board, self._file):
             if channel is not None:
-                channel.close()
+                with contextlib.suppress(OSError):  # of a full disk, which `_write` has told of
+                    channel.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -60,8 +62,11 @@ class Log:
 
     def _write(self, update: int, values: dict[str, float]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps({"update": update, **values}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"update": update, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DtemError(f"{self._file.name} cannot be written: {error.strerror}") from error
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, update)

@@ -11,8 +11,9 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from dtem import adapters, ops
 from dtem.handle import Handle, patch
-from dtem.training import keep
+from dtem.training import checkpoint, keep
 from dtem.training.config import TrainConfig
 from dtem.training.logs import Log, compact
 from dtem.training.optimise import average_gradients, groups, learning_rate
@@ -53,9 +54,17 @@ class Result:
     """Training images that could not be read, and why."""
     waited: float
     """Part of the training time spent waiting for images."""
+    first: bool
+    """Whether this is the first of all processes, which speaks for them."""
 
 
-def train(model: nn.Module, config: TrainConfig, data_config: dict[str, Any], restart: bool = False) -> Result:
+def train(
+    model: nn.Module,
+    config: TrainConfig,
+    data_config: dict[str, Any],
+    restart: bool = False,
+    named: Mapping[str, Any] | None = None,
+) -> Result:
     """Train on `config.data`. The model is patched in place; its run lives in the folder `config.out`.
 
     Args:
@@ -63,15 +72,26 @@ def train(model: nn.Module, config: TrainConfig, data_config: dict[str, Any], re
         config: all settings.
         data_config: input size, mean, std and crop: what ``timm.data.resolve_data_config(model=model)`` says.
         restart: throw away an earlier run in `config.out` instead of going on with it.
+        named: what ``config.yaml`` is to say of the model: its name, classes and so on.
     """
-    return Run(model, config, data_config, restart).go()
+    return Run(model, config, data_config, restart, dict(named or {})).go()
 
 
 class Run:
     """The state of a run: model, optimisers, and how far it has come."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, data_config: dict[str, Any], restart: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        data_config: dict[str, Any],
+        restart: bool,
+        named: Mapping[str, Any],
+    ) -> None:
         self.config = config
+        self.named = named
+        self.weights = checkpoint.fingerprint(model)
+        """Of the host, as it came."""
         self.accelerator = open_accelerator(config)
         self.folder = Path(config.out)
         self.task: Task = open_task(config, model, data_config, self.accelerator)
@@ -80,12 +100,16 @@ class Run:
         distils = config.loss != "task" and config.mode != "modular"
         self.teacher = copy.deepcopy(model).eval().requires_grad_(False) if distils else None
         self.handle = patch(model, config.method, 0, **options_of(config))
+        if config.checkpointing and config.task == "captioning":
+            raise DtemError("checkpointing does not go with captioning; use a smaller --batch, or --accumulate")
         if config.checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]  # every host has it
         for each in (model, self.teacher):
             if each is not None:
                 each.to(self.accelerator.device)
         self.plan: Plan = plan_of(config, self.handle)
+        self.merges: dict[str, int] = {}
+        """Tokens that each schedule merges in all."""
         self.schedules = self._schedules()
         self.optimisers = {name: self._optimiser(name) for name in self.plan.parameters}
         self.update = 0
@@ -124,7 +148,8 @@ class Run:
         share = waited / max(time.perf_counter() - started, 1e-9)
         skipped = self.task.loader.skipped
         metrics = {rate: self.task.metrics(part) for rate, part in outcomes.items()}
-        return Result(self.handle, self.folder, self.update, self.loss, outcomes, metrics, skipped, share)
+        first = self.accelerator.is_main_process
+        return Result(self.handle, self.folder, self.update, self.loss, outcomes, metrics, skipped, share, first)
 
     def _total(self) -> int:
         if self.config.updates:
@@ -145,10 +170,23 @@ class Run:
             else:
                 self.handle.r = rate
             found[rate] = "learned" if self.handle.r == "learned" else str(self.handle.merger.schedule)
+            self._check_learnable(rate)
+            plan = self.handle.merger.plan(self.handle.host.patches)
+            self.merges[rate] = sum(r for r in plan if isinstance(r, int))
         for rate in self.config.eval_rates if self.config.eval_data else ():
             self.handle.r = rate
         self.handle.r = 0
         return found
+
+    def _check_learnable(self, rate: str) -> None:
+        """Embeddings learn from what is merged: refuse a schedule by which nothing is, where the loss can see it."""
+        learning = self.handle.host.learning
+        soft = any(phase.learns == "embeddings" and rate in phase.rates for phase in self.plan.phases)
+        if soft and self.handle.r != "learned" and not any(self.handle.plan[:learning]):
+            raise DtemError(
+                f"r = {rate} merges nothing in the first {learning} blocks, so no embedding can learn from it: give "
+                "--r 1 or more"
+            )
 
     @property
     def rate(self) -> str:
@@ -278,4 +316,15 @@ def open_accelerator(config: TrainConfig) -> "Accelerator":
         from accelerate import Accelerator
     except ImportError as error:
         raise DtemError('training needs the package accelerate: pip install "dtem[train]"') from error
-    return Accelerator(mixed_precision="no" if config.dtype == "fp32" else config.dtype)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpus = world > 1 and not torch.accelerator.is_available()  # unless told, each takes itself for the only process
+    try:
+        accelerator = Accelerator(mixed_precision="no" if config.dtype == "fp32" else config.dtype, cpu=on_cpus)
+    except ValueError as error:
+        raise DtemError(f"accelerate: {error}") from error
+    if accelerator.num_processes < world:
+        raise DtemError(
+            f"{world} processes were started, and accelerate sees {accelerator.num_processes} of them; start them with "
+            "torchrun"
+        )
+    return accelerator

@@ -52,16 +52,19 @@ def options_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def plan_of(config: TrainConfig, handle: Handle) -> Plan:
-    """The plan that `config.mode` names, for this model. Parameters that never learn are frozen for good."""
+    """The plan that `config.mode` names, for this model. Parameters that never learn are frozen for good; those of the
+    host that came frozen stay so."""
     method, model = handle.method, handle.model
     learned = config.schedule == "learned"
     soft_rates, host_rates = (f"{config.gflops!r}G",) if learned else _split(config.r), _split(config.host_r)
     embeddings = [parameter for parameter in method.parameters() if parameter.requires_grad]
-    host = [p for name, p in model.named_parameters() if not name.startswith("dtem.")]
+    host = [p for name, p in model.named_parameters() if not name.startswith("dtem.") and p.requires_grad]
     if learned and method.schedule() is None:
         raise DtemError(f"schedule = 'learned', and method {method.name!r} learns no rates; use method = 'dtem'")
     if config.mode != "finetune" and not method.can_relax():
         raise DtemError(f"method {method.name!r} has no soft mode to learn by; use mode = 'finetune'")
+    if config.mode != "modular" and not host:
+        raise DtemError(f"mode = {config.mode!r} trains the model, and all of it is frozen (requires_grad is False)")
     if config.mode == "modular":
         if not embeddings:
             raise DtemError(f"method {method.name!r} has no trained parts; use mode = 'finetune'")

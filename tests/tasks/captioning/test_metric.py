@@ -40,8 +40,17 @@ def test_without_java_every_score_says_so(monkeypatch):
     assert found.each == {}
 
 
+def test_a_java_that_does_not_run_is_none(monkeypatch, tmp_path):
+    stub = tmp_path / "java"
+    stub.write_text("#!/bin/sh\nexit 1\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert metric.check() == dict.fromkeys(metric.NAMES, "needs Java")
+
+
 def test_spice_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(metric.shutil, "which", lambda name: "/usr/bin/java")
+    monkeypatch.setattr(metric, "_answers", lambda java: True)
     monkeypatch.setattr(metric, "CORENLP", "not-there.jar")
     assert metric.check() == {"SPICE": "needs Stanford CoreNLP"}
     assert "get_stanford_models" in metric.HELP["needs Stanford CoreNLP"]

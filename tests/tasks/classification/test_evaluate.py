@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtem
-from dtem.tasks.classification.evaluate import at_rates, compete, evaluate, evaluating, sweep, trained_on
+from dtem.tasks.classification.evaluate import at_rates, compete, evaluate, evaluating, sweep
 from dtem.types import DtemError
 
 CLASSES = 7
@@ -191,8 +191,8 @@ def test_the_list_of_training_images(tmp_path) -> None:
     handle = dtem.patch(tiny())
     dtem.save(handle, tmp_path / "a.safetensors", notes={"trained_on": json.dumps(["x.jpg", "y.jpg"])})
     dtem.save(handle, tmp_path / "b.safetensors")
-    assert trained_on(dtem.storage.read(tmp_path / "a.safetensors")[0]) == ["x.jpg", "y.jpg"]
-    assert trained_on(dtem.storage.read(tmp_path / "b.safetensors")[0]) == []
+    assert dtem.storage.trained_on(dtem.storage.read(tmp_path / "a.safetensors")[0]) == ["x.jpg", "y.jpg"]
+    assert dtem.storage.trained_on(dtem.storage.read(tmp_path / "b.safetensors")[0]) == []
     for damaged in ("[", "{}", "[1]", '"x"'):
         with pytest.raises(DtemError, match="trained_on"):
-            trained_on({"notes": {"trained_on": damaged}})
+            dtem.storage.trained_on({"notes": {"trained_on": damaged}})

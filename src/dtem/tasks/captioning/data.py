@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 from dtem.tasks.classification.sources import Record, Source
 from dtem.types import DtemError
@@ -63,7 +62,7 @@ def open_captions(spec: str) -> Captions:
     """The images and captions that `spec` stands for; the forms are listed at the head of this module."""
     text, _, query = spec.partition("?")
     file, _, split = text.partition("#")
-    options = dict(parse_qsl(query))
+    options = dict(part.partition("=")[::2] for part in query.split("&") if part)
     if unknown := set(options) - {"images"}:
         raise DtemError(f"{spec}: {sorted(unknown)[0]!r} is not known after the question mark; write ?images=DIR")
     path = Path(file)

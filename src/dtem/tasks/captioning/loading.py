@@ -3,6 +3,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ def load(name: str) -> "GitForCausalLM":
         import transformers
     except ImportError as error:
         raise DtemError('captioners need the package transformers: pip install "dtem[captioning]"') from error
+    from dtem.hosts.captioner import freeze_fixed
+
     library: Any = transformers  # parts of it have no types
     try:
         config = library.AutoConfig.from_pretrained(name)
@@ -25,7 +29,7 @@ def load(name: str) -> "GitForCausalLM":
         tokenizer = library.AutoTokenizer.from_pretrained(name)
         processor = library.AutoImageProcessor.from_pretrained(name)
         model = library.GitForCausalLM.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, DtemError):
             raise
         first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -33,6 +37,7 @@ def load(name: str) -> "GitForCausalLM":
             f"{name!r} cannot be loaded as a captioner: {first} Give a Hub id, or a folder with config.json, "
             "model.safetensors, preprocessor_config.json and a tokenizer"
         ) from error
+    freeze_fixed(model)
     return equip(model.eval(), tokenizer, processor.image_mean, processor.image_std)
 
 

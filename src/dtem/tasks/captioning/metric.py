@@ -6,9 +6,11 @@ instead of a number: a score on words cut by another tokenizer could be compared
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +48,22 @@ def check() -> dict[str, str]:
     """What is missing, by metric: told before hours of work, not after."""
     if importlib.util.find_spec("pycocoevalcap") is None:
         raise DtemError('caption metrics need the package pycocoevalcap: pip install "dtem[captioning]"')
-    if shutil.which("java") is None:
+    java = shutil.which("java")
+    if java is None or not _answers(java):
         return dict.fromkeys(NAMES, NO_JAVA)
     package = importlib.util.find_spec("pycocoevalcap")
     folders = (package.submodule_search_locations if package else None) or ()
     found = any(Path(folder, "spice", "lib", CORENLP).is_file() for folder in folders)
     return {} if found else {"SPICE": NO_CORENLP}
+
+
+@functools.cache
+def _answers(java: str) -> bool:
+    """Whether it runs: some systems have a `java` that only says how to get one."""
+    try:
+        return subprocess.run([java, "-version"], capture_output=True, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def score(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> Scores:

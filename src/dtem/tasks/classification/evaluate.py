@@ -5,9 +5,8 @@ on it.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -163,21 +162,6 @@ def sample(source: sources.Source, limit: int, seed: int = 0) -> sources.Source:
         return source
     drawn = torch.randperm(source.length, generator=torch.Generator().manual_seed(seed))[:limit]
     return sources.Subset(source, drawn.sort().values.tolist())
-
-
-def trained_on(header: Mapping[str, Any]) -> list[str]:
-    """File names of the images that an adapter has learned from, by its header (`dtem.storage.read`).
-
-    The trainer keeps them as ``notes={"trained_on": json.dumps([...])}``. To evaluate on them would flatter.
-    """
-    text = (header.get("notes") or {}).get("trained_on", "[]")
-    try:
-        names = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise DtemError(f"the adapter's note trained_on is no JSON list: {error}") from error
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DtemError(f"the adapter's note trained_on must be a list of file names, not {text:.80}")
-    return names
 
 
 class _Answers(NamedTuple):

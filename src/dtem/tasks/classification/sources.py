@@ -170,7 +170,10 @@ def without(source: Source, names: Collection[str]) -> tuple[Source, int]:
     known = source.names if source.names is not None else [source.read(i).name for i in range(source.length)]
     kept = [index for index, name in enumerate(known) if _file(name) not in unwanted]
     if not kept:
-        raise DtemError(f"{source.spec}: all {source.length} images are among those to leave out; give other images")
+        raise DtemError(
+            f"{source.spec}: all {source.length} images have names of files to leave out: give images that nothing "
+            "was trained on, or, if only the names are the same, --keep-listed"
+        )
     left_out = source.length - len(kept)
     return (Subset(source, kept), left_out) if left_out else (source, 0)
 
