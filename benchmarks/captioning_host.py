@@ -10,6 +10,7 @@ eval --task captioning` takes. A run goes on where it was stopped.
 """
 
 import argparse
+import io
 import json
 import math
 import time
@@ -23,10 +24,12 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from dtem.hosts.captioner import captioner
+from dtem.files import write_file
+from dtem.hosts.captioner import FIXED, captioner
 from dtem.tasks.captioning import words
 from dtem.tasks.captioning.data import Captions, open_captions
 from dtem.tasks.classification.data import Loader, eval_transform
@@ -42,8 +45,7 @@ DECODER = {
 }
 LONGEST = 32
 """Tokens of a caption, with its first and last."""
-ENCODER, FIXED = "git.image_encoder", ("embeddings", "pre_layrnorm")
-"""The encoder, and what of it cannot learn (see `dtem.hosts.captioner`)."""
+ENCODER = "git.image_encoder"
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def cached(folder: Path, split: str, model: Any, source: Captions) -> Tensor:
         if not files[-1].exists():
             images = next(loader.epoch(0, step)).images
             parts = [model.git.image_encoder.eval()(part).last_hidden_state.half() for part in images.split(25)]
-            save_file({"features": torch.cat(parts)}, files[-1])
+            write_file(files[-1], to_bytes({"features": torch.cat(parts)}))
             print(f"{split}: {step + 1} of {loader.steps} parts encoded", flush=True)
         found.append(load_file(files[-1])["features"])
     if loader.skipped:
@@ -260,9 +262,12 @@ def learn(model: Any, stage: Stage, packed: dict[str, list], folder: Path, args:
         print(f"epoch {epoch}: train {np.mean(losses):.4f} val {loss:.4f} {spent:.0f} s", flush=True)
         if loss < best["loss"]:
             best = {"loss": loss, "epoch": epoch}
-            save_file({name: p.detach().clone() for name, p in learns.items()}, kept)
-        states = {"optimiser": optimiser.state_dict(), "pace": pace.state_dict()}
-        torch.save(states | {"model": {n: p.detach() for n, p in learns.items()}, "best": best, "epoch": epoch}, last)
+            write_file(kept, to_bytes({name: p.detach().clone() for name, p in learns.items()}))
+        states: dict[str, Any] = {"optimiser": optimiser.state_dict(), "pace": pace.state_dict()}
+        states |= {"model": {n: p.detach() for n, p in learns.items()}, "best": best, "epoch": epoch}
+        buffer = io.BytesIO()
+        torch.save(states, buffer)
+        write_file(last, buffer.getvalue())
     model.load_state_dict(load_file(kept), strict=False)
     return best
 

@@ -64,6 +64,8 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    names = ("updates", "batch", "captions", "lr", "limit", "host_epochs", "host_batch", "host_lr", "tune_epochs")
+    common.same_settings(args.work, {name: getattr(args, name) for name in names})
     host = captioning_host.build(args.data, args.work / "host", args)
     if args.only in (None, "train"):
         for seed in range(args.seeds):
@@ -156,9 +158,10 @@ def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
             found[name, rate] = evaluate.scored(
                 Written(**json.loads(file.read_text()) | {"scores": None}), source.items
             )
-    costs = {method: cost(host, method) for method in ("tome", "dtem")}
+    rates = args.rates.split(",")
+    costs = {method: cost(host, method, rates) for method in ("tome", "dtem")}
     rows = []
-    for method, rate in [("none", "0"), *((m, r) for r in args.rates.split(",") for m in ("tome", "dtem"))]:
+    for method, rate in [("none", "0"), *((m, r) for r in rates for m in ("tome", "dtem"))]:
         parts = [part for (name, at), part in found.items() if name.partition("-")[0] == method and at == rate]
         if parts:
             rows.append(row(method, rate, parts, found, costs["dtem" if method == "dtem" else "tome"][rate]))
@@ -166,11 +169,11 @@ def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cost(host: Path, method: str) -> dict[str, dict[str, float]]:
+def cost(host: Path, method: str, rates: list[str]) -> dict[str, dict[str, float]]:
     """By r: operations of the encoder, tokens handed on."""
     handle = dtem.patch(load(str(host)), method)
     found = {}
-    for rate in ("0", *RATES):
+    for rate in ("0", *rates):
         handle.r = rate
         count = flops.count(handle.model, handle.host.image)
         found[rate] = {"gmacs": count.macs / 1e9, "tokens": handle.tokens[-1]}
