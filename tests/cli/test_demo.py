@@ -164,6 +164,7 @@ def test_pictures_are_of_blocks_that_merged_much() -> None:
         (["--steps", "0"], "--steps 0 must be 1 or more"),
         (["--seconds", "0"], "--seconds 0.0 must be more than 0"),
         (["--r", "sixteen"], "sixteen"),
+        (["--out", "nowhere/demo.html"], "there is no folder nowhere"),
     ],
 )
 def test_mistakes_are_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +172,10 @@ def test_mistakes_are_named(argv: list[str], named: str, capsys: pytest.CaptureF
     assert named in capsys.readouterr().err
 
 
-def test_nothing_to_merge_is_a_mistake(own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_merge_is_a_mistake(
+    own: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtem.cli.demo_training.learn", None)  # it is known before anything is learned
     assert main(["demo", *own, "--r", "0"]) == 2
     assert "--r 0 merges nothing" in capsys.readouterr().err
 

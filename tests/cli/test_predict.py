@@ -125,6 +125,38 @@ def test_another_run_is_refused(folder: Path, tmp_path, capsys) -> None:
     assert "no table of predictions" in capsys.readouterr().err
 
 
+def test_other_images_of_the_same_names_are_another_run(folder: Path, tmp_path, capsys) -> None:
+    for place, shade in (("a", 10), ("b", 200)):
+        (tmp_path / place / "day").mkdir(parents=True)
+        Image.new("RGB", (40, 40), (shade, 0, 0)).save(tmp_path / place / "day" / "1.png")
+    out = tmp_path / "p.parquet"
+    assert main(command(folder, out, f"{tmp_path}/a/day")) == 0
+    assert main(command(folder, out, f"{tmp_path}/b/day")) == 2
+    assert "differs in images" in capsys.readouterr().err
+    Image.new("RGB", (40, 40), (0, 90, 0)).save(tmp_path / "a" / "day" / "1.png")
+    assert main(command(folder, out, f"{tmp_path}/a/day")) == 2
+
+
+def test_what_a_killed_run_left_is_cleared(folder: Path, tmp_path) -> None:
+    out = tmp_path / "p.parquet"
+    assert main(command(folder, out)) == 0
+    (tmp_path / "p.parquet.parts").mkdir()
+    (tmp_path / "p.parquet.parts" / "run.json").write_text("{}")
+    assert main(command(folder, out)) == 0
+    assert not (tmp_path / "p.parquet.parts").exists()
+
+
+def test_strips_and_odd_names_are_rows_too(folder: Path, tmp_path, capsys) -> None:
+    (tmp_path / "odd").mkdir()
+    Image.new("RGB", (1, 60000)).save(tmp_path / "odd" / "strip.png")
+    Image.new("RGB", (40, 40)).save(tmp_path / "odd" / "fine.png")
+    out = tmp_path / "p.parquet"
+    assert main([*command(folder, out, f"{tmp_path}/odd"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["images"] == 2
+    assert said["unreadable"] == {"strip.png": "the image is 1 × 60000, more than 100 times as long as wide"}
+
+
 def test_shards_and_their_labels(folder: Path, tmp_path) -> None:
     with tarfile.open(tmp_path / "a-0.tar", "w") as shard:
         for number in (0, 3, 5):
@@ -190,15 +222,29 @@ def test_images_that_are_all_bad_are_listed(folder: Path, tmp_path, capsys) -> N
 
 @pytest.mark.parametrize(
     ("more", "says"),
-    [(["--top", "0"], "--top 0"), (["--r", "1,2"], "give one r"), (["--labels", "nowhere"], "cannot be read")],
+    [
+        (["--top", "0"], "--top 0"),
+        (["--r", "1,2"], "give one r"),
+        (["--r", "99/x"], "99/x"),
+        (["--model", "deit_tiny_patch16"], "timm has no model"),
+        (["--labels", "nowhere"], "cannot be read"),
+        (["--labels", "TWO"], "has 2 lines, and the model 4 classes"),
+        (["--classes", "0"], "has no classifier"),
+        (["--out", "FOLDER"], "is a folder; name a file in it"),
+    ],
 )
 def test_mistakes(folder: Path, tmp_path, capsys, more: list[str], says: str) -> None:
-    assert main([*command(folder, tmp_path / "p.parquet"), *more]) == 2
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    places = {"TWO": str(tmp_path / "two.txt"), "FOLDER": str(tmp_path)}
+    assert main([*command(folder, tmp_path / "p.parquet"), *(places.get(word, word) for word in more)]) == 2
     assert says in capsys.readouterr().err
+    assert not (tmp_path / "p.parquet.parts").exists(), "the command can be mended and given again"
 
 
 def test_a_damaged_part_is_named(folder: Path, tmp_path) -> None:
     parts = Parts(tmp_path / "p.parquet", {"r": "1"})
+    parts.folder.mkdir()
+    (parts.folder / "run.json").write_text('{"r": "1"}')
     (parts.folder / "0000-1-000001.parquet").write_bytes(b"half")
     with pytest.raises(DtemError, match=r"0000-1-000001.parquet is damaged"):
         Parts(tmp_path / "p.parquet", {"r": "1"})

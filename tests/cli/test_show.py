@@ -62,7 +62,7 @@ def test_the_shipped_digit_reader(photo: str, capsys: pytest.CaptureFixture[str]
         (["--out", "a.pdf"], ".png or .svg"),
         (["--r", "8,16"], "one r"),
         (["--blocks", "0"], "--blocks 0 is not known"),
-        (["--blocks", "99"], "blocks 0 to"),
+        (["--blocks", "99"], "--blocks 99: the model has blocks 1 to"),
         (["--method", "nothing"], "nothing"),
         (["--mask", "nowhere.png"], "no image file nowhere.png"),
     ],

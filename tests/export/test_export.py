@@ -11,6 +11,7 @@ import torch
 
 import dtem
 from dtem import export
+from dtem.cli import main
 from dtem.export import check, files
 from dtem.types import DtemError
 
@@ -128,6 +129,22 @@ def test_what_is_refused(name, form, options, says, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_random_weights_are_called_so(tmp_path) -> None:
+    command = [sys.executable, "-m", "dtem.cli", "export", "test_vit", "--r", "4", "--format", "torch", "--json"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "a.pt2"), "--images", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["random_weights"]
+    assert document["metadata"]["weights"] == "random"
+    assert not document["labels"], "names of classes would be made up"
+
+
+def test_models_of_transformers_are_not_exported(tmp_path, capsys) -> None:
+    command = ["export", "hf:google/vit-base-patch16-224", "--format", "torch", "--out", str(tmp_path / "a.pt2")]
+    assert main(command) == 2
+    assert "models of transformers are not exported" in capsys.readouterr().err
+
+
 def test_soft_merging_is_no_file(tmp_path) -> None:
     handle = dtem.patch(tiny(), r=2)
     handle.mode = "soft"
@@ -180,7 +197,7 @@ def test_deit_small_at_its_own_size(r: int, tmp_path, capsys) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         document = json.loads(done.stdout)
-        assert document["labels"]
+        assert document["random_weights"]
         assert document["metadata"]["host"] == "deit_small_patch16_224"
         if not more:
             assert document["agreement"]["largest"] < 1e-4

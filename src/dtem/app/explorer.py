@@ -219,8 +219,8 @@ def _digest(image: Image.Image) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def measured(path: Path) -> tuple[str, dict[str, list[Point]]]:
-    """What an evaluation found: a line of words about it, and points by method (`UNMERGED` among them)."""
+def measured(path: Path, model: str | None = None) -> tuple[str, dict[str, list[Point]]]:
+    """What an evaluation (of `model`) found: a line of words about it, and points by method (`UNMERGED` among them)."""
     kept = record.load(path)
     results = kept.results
     lines: dict[str, list[Point]] = {}
@@ -230,6 +230,8 @@ def measured(path: Path) -> tuple[str, dict[str, list[Point]]]:
             lines.setdefault(row["method"], []).append(point)
         words = f"{results['model']} on {results['images']} images of {results['data']}, measured {kept.time[:10]}"
         assert lines[UNMERGED]
+        if model is not None and results["model"] != model:
+            raise DtemError(f"{path} is about {results['model']}, not {model}")
     except (KeyError, TypeError) as error:
         raise DtemError(f"{path} is not a record of `dtem eval`: {error!r} is missing") from error
     return words, lines

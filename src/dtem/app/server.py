@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ INTRO = """# dtem explorer
 Token merging joins patches that are alike, block by block: patches of one token share their mean colour. Drop an image,
 choose methods and r, and see what is merged, what the model says, and what it costs."""
 # Everything comes from this server: a page that asks for anything else is stopped by the browser.
-POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self' ws: wss:; form-action 'self'"
+POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self'; form-action 'self'"
 log = logging.getLogger("dtem.app")
 
 
@@ -92,9 +93,8 @@ def build(models: Sequence[Model]) -> Any:
                 )
                 example = gr.Number(0, visible="hidden", label="example", precision=0)
                 methods = gr.CheckboxGroup(list(METHODS), value=["tome", "dtem"], label="Methods", elem_id="methods")
-                r = gr.Slider(
-                    0, explorer.largest(first.name), 16, step=1, label="r: tokens merged in every block", elem_id="rate"
-                )
+                most = explorer.largest(first.name)
+                r = gr.Slider(0, most, min(16, most), step=1, label="r: tokens merged in every block", elem_id="rate")
                 depth = explorer.depth(first.name)
                 block = gr.Slider(1, depth, (depth + 1) // 2, step=1, label="groups after block", elem_id="block")
             with gr.Column(scale=3, min_width=320):
@@ -107,12 +107,12 @@ def build(models: Sequence[Model]) -> Any:
         ) -> tuple[str, str]:
             return answer(explorer, upload, example, name, methods, r, block)
 
-        def choose(name: str) -> tuple[Any, Any, Any]:
+        def choose(name: str, r: float) -> tuple[Any, Any, Any]:
             known = explorer.models.get(name, first)
-            deep = explorer.depth(known.name)
+            deep, most = explorer.depth(known.name), explorer.largest(known.name)
             return (
                 gr.Gallery([*known.examples]),
-                gr.Slider(maximum=explorer.largest(known.name)),
+                gr.Slider(maximum=most, value=min(r, most)),
                 gr.Slider(maximum=deep, value=(deep + 1) // 2),
             )
 
@@ -128,7 +128,7 @@ def build(models: Sequence[Model]) -> Any:
             trigger_mode="always_last",
             api_name="explore",
         )
-        name.change(choose, name, [gallery, r, block], api_visibility="private")
+        name.change(choose, [name, r], [gallery, r, block], api_visibility="private")
         gallery.select(take, None, [example, upload], api_visibility="private")
     blocks.queue(max_size=WAITING, default_concurrency_limit=4)
     return blocks
@@ -143,6 +143,7 @@ def launch(
     wait: bool = True,
 ) -> Any:
     """Serve the page, on this machine alone unless `host` says otherwise. Without `wait`, returns the running page."""
+    check_address(host, port)
     blocks = build(models)
     import gradio as gr
     from starlette.middleware import Middleware
@@ -169,6 +170,20 @@ def launch(
     if wait:
         blocks.block_thread()
     return blocks
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Refuse an address on which nothing could listen; gradio would try one port after the other."""
+    if port is not None and not 0 < port < 65536:
+        raise DtemError(f"--port {port} must be a number from 1 to 65535")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise DtemError(
+            f"--host {host}: this machine cannot listen there ({error}); use 127.0.0.1 or 0.0.0.0"
+        ) from error
 
 
 class OwnPagesOnly:

@@ -7,6 +7,7 @@ takes files up to 10 MB and images up to 25 million pixels, keeps nothing, and f
 
 import argparse
 import copy
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"The explorer is at {running.local_url} (stop it with Ctrl-C).", file=sys.stderr)
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"--host {args.host}: others on your network can use it too.", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that uploads are deleted then, too
     running.block_thread()
     return 0
 
@@ -72,7 +74,7 @@ def offered(args: argparse.Namespace) -> "list[Model]":
                 raise DtemError(f"--{option.replace('_', '-')} is for a model of your own: add --model")
     record = None if args.record is None else Path(args.record)
     if record is not None:
-        measured(record)  # so that a wrong file is known at once
+        measured(record, args.model)  # so that a wrong file is known at once
     models = [Model(digits.NAME, digits.host(), examples.digits(), digits.adapter(), digits.record())]
     if args.model in (None, digits.NAME):
         return models

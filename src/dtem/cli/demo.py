@@ -11,6 +11,7 @@ With --model and --data the same is done with a model and labelled images of you
 import argparse
 import copy
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtem.cli import common
@@ -80,13 +81,13 @@ def run(args: argparse.Namespace) -> int:
     case = demo_case.own(args) if args.model else demo_case.digits(args)
     tome = dtem.patch(copy.deepcopy(case.host), "tome")
     ours = dtem.patch(copy.deepcopy(case.host), "dtem", r=args.train_r)
+    if not any(_merges(tome, one) for one in specs):
+        raise DtemError(f"--r {args.r} merges nothing: there is nothing to compare")
     trained = learn(ours, case, args)
     spec = tome.host
     field = [contenders.Contender.unmerged(case.host, spec)]
     for one in specs:
         field += [*contenders.merged("tome", tome, [one]), *contenders.merged("dtem", ours, [one])]
-    if len(field) == 1:
-        raise DtemError(f"--r {args.r} merges nothing: there is nothing to compare")
     outcomes, rows = measure(case, [tome, ours], field, args.rounds)
     document = {
         "model": case.name,
@@ -155,9 +156,16 @@ def verdict(difference: dict[str, float], wanted: int) -> str:
     return "better" if low > 0 else "worse" if high < 0 else "no clear difference"
 
 
+def _merges(handle: "Handle", r: str) -> bool:
+    handle.r = r
+    return handle.merger.active
+
+
 def _check(args: argparse.Namespace) -> None:
     from dtem.types import DtemError
 
+    if not (folder := Path(args.out).parent).is_dir():
+        raise DtemError(f"--out {args.out}: there is no folder {folder}")
     if (args.model is None) != (args.data is None):
         given, missing = ("--model", "--data") if args.model else ("--data", "--model")
         raise DtemError(f"{given} goes with {missing}; without both, the demo uses its own model and digits")

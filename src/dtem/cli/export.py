@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtem.cli import common
+from dtem.cli import common, hub_models
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,10 +27,12 @@ examples:
   dtem export deit_small_patch16_224 --pretrained --format onnx --r 13 --out deit_s_r13.onnx --data photos
   dtem export deit_tiny_patch16_224 --pretrained --adapter deit_tiny_patch16_224 --r 16 --format openvino --out t.xml
   dtem export deit_tiny_patch16_224 --weights w.safetensors --r 13 --format onnx --int8 --data imagenet/val --out q.onnx
-  dtem export deit_tiny_patch16_224 --r 13 --format torch --out t.pt2
+  dtem export deit_tiny_patch16_224 --pretrained --r 13 --format torch --out t.pt2
 """
 CHECKED = 16
 """Images that a file is checked on where --images does not say."""
+JUDGED = 1000
+"""The same with --int8, whose accuracy is shown. They are held in memory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help="images to check the file on: a folder, timm:…, hf:…, wds:…; default: random ones",
     )
-    add("--images", metavar="N", type=int, default=None, help=f"how many of them; default {CHECKED}, all with --int8")
+    add("--images", metavar="N", type=int, default=None, help=f"how many; default {CHECKED}, with --int8 {JUDGED}")
     add("--labels", metavar="FILE", help="names of the classes, one per line; default: ImageNet's where they fit")
     add("--int8", action="store_true", help="onnx: int8 weights, activations quantised as they come")
 
@@ -63,25 +65,31 @@ def run(args: argparse.Namespace) -> int:
         raise DtemError(f"--images {args.images} must be 1 or more")
     if args.int8 and args.format != "onnx":
         raise DtemError(f"--int8 goes with --format onnx, not with {args.format}")
+    if hub_models.named(args.model):
+        raise DtemError(f"{args.model}: models of transformers are not exported; give the name of a timm model")
     host = common.build(args)
     handle = common.patch(args, host)
     handle.r = specs[0]
+    random = not args.pretrained and args.weights is None
     preparation = prepared(handle)
     batches = list(images(args, handle, preparation))
     notes = {name: json.dumps(preparation[name]) for name in ("mean", "std", "interpolation", "crop_pct")}
     notes["schedule"] = str(handle.merger.schedule)
+    if random:
+        notes["weights"] = "random"
     written = export.write(
         handle,
         args.out,
         args.format,
         [pixels for pixels, _ in batches],
-        labels=labels(args, host),
+        labels=None if random and args.labels is None else labels(args, host),
         notes=notes,
         int8=args.int8,
     )
     accuracy = measured(handle, Path(args.out), batches) if args.int8 else None
     document = {
         "model": args.model,
+        "random_weights": random,
         "method": handle.method.name,
         "r": specs[0],
         "plan": list(handle.plan),
@@ -96,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
         "metadata": {name: text for name, text in written.metadata.items() if name != "labels"},
         "labels": "labels" in written.metadata,
     }
-    common.show(args, document, *_lines(args, written, accuracy))
+    lines = _lines(args, written, accuracy)
+    if random:
+        lines.append("its weights are random: give --pretrained or --weights for a model that has learned something")
+    common.show(args, document, *lines)
     return 0
 
 
@@ -122,17 +133,16 @@ def images(
         yield torch.randn(count, *handle.host.image, generator=generator), None
         return
     source = sources.open_source(args.data)
-    if wanted is None and not args.int8:
-        wanted = CHECKED
-    if wanted is not None:
-        source = evaluate.sample(source, wanted)
+    if wanted is None:
+        wanted = JUDGED if args.int8 else CHECKED
+    source = evaluate.sample(source, wanted)
     transform = data.eval_transform(preparation)
     loader = data.Loader(source, transform, CHECKED)
     left = wanted
     for batch in loader.epoch(0):
         yield batch.images[:left], batch.labels[:left] if source.labelled else None
-        left = None if left is None else left - len(batch.images)
-        if left is not None and left <= 0:
+        left -= len(batch.images)
+        if left <= 0:
             return
 
 
@@ -142,9 +152,12 @@ def labels(args: argparse.Namespace, host: "nn.Module") -> list[str] | None:
 
     if args.labels is not None:
         try:
-            return Path(args.labels).read_text(encoding="utf-8").splitlines()
+            names = Path(args.labels).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DtemError(f"--labels {args.labels} cannot be read: {error}") from error
+        if len(names) != (classes := getattr(host, "num_classes", len(names))):
+            raise DtemError(f"--labels {args.labels} has {len(names)} lines, and the model {classes} classes")
+        return names
     if getattr(host, "num_classes", None) != 1000:
         return None
     from timm.data.imagenet_info import ImageNetInfo

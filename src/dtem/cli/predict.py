@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if not parts.finished:
         args.pretrained = args.weights is None
         host = common.build(args)
+        if not getattr(host, "num_classes", 1):
+            raise DtemError(f"{args.model} has no classifier, so there are no classes to predict: give --classes N")
         names = exporting.labels(args, host)
         handle = common.patch(args, host)
         handle.r = specs[0]
@@ -128,11 +130,21 @@ def identity(args: argparse.Namespace, source: "Source") -> dict[str, Any]:
         given = getattr(args, name)
         held[name] = record.data_hash(given) if given is not None and os.path.isfile(given) else given
     held["data"] = record.plain_command(["", args.data])[1]
-    names = source.names
-    if names is None:  # shards
-        names = [f"{os.path.basename(path)} {os.path.getsize(path)}" for path in getattr(source, "paths", [])]
-    held["images"] = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    held["images"] = _fingerprint(args.data, source)
     return held
+
+
+def _fingerprint(spec: str, source: "Source") -> str:
+    """Of the images: where they are, their names, and of files their sizes and times."""
+    from dtem.tasks.classification.sources import Folder
+
+    names = source.names or ()
+    files: list[str] = list(getattr(source, "paths", ()))  # shards
+    where = ""
+    if isinstance(source, Folder):
+        where, files = os.path.realpath(spec), [str(source.root / name) for name in names]
+    stats = [(os.path.basename(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((where, list(names), stats)).encode(errors="surrogatepass")).hexdigest()
 
 
 def _lines(document: dict[str, Any], unreadable: dict[str, str]) -> list[str]:

@@ -6,8 +6,8 @@ counts for each of them in equal parts. Foreground is what --mask says: patches 
 Without a mask it is estimated: the patches to which the class token of the unmerged model attends more than evenly
 (mean over heads and blocks). That is the model's own idea of what matters, not a segmentation.
 
-`dtem` comes with trained embeddings for deit_tiny_patch16_224 and mnist_vit (the package's own digit reader, offline);
-for other models give yours as --adapter: untrained, dtem merges exactly as tome does.
+`dtem` comes with trained embeddings for deit_tiny_patch16_224, vit_tiny_patch16_224 and mnist_vit (the package's own
+digit reader, offline); for other models give yours as --adapter: untrained, dtem merges exactly as tome does.
 """
 
 import argparse
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     for handle in found.values():
         handle.r = specs[0]
     shown = dtem.show(found, image, mask=args.mask)
+    if not isinstance(blocks, str) and max(blocks) >= shown.depth:
+        raise DtemError(f"--blocks {args.blocks}: the model has blocks 1 to {shown.depth}")
     shown.save(args.out, blocks)
     document = _document(args, model, shown)
     common.show(args, document, *_tables(document, shown))

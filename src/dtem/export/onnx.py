@@ -38,8 +38,11 @@ def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> N
     for key, value in metadata.items():
         model.metadata_props.add(key=key, value=value)
     model.producer_name = "dtem"
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
+    try:
+        onnx.checker.check_model(model)
+        onnx.save(model, path)
+    except ValueError as error:  # protobuf holds 2 GB
+        raise DtemError(f"this model cannot be held by one ONNX file: {_reason(error)}. Try --format torch") from error
 
 
 def quantise(path: Path, out: Path) -> None:

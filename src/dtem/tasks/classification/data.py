@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Augmentation", "Batch", "Loader", "eval_transform", "mix", "mixup_of", "none_left", "train_transform"]
 
 PATIENCE = 100  # unreadable images in a row, after which it is not the images' fault
+THINNEST = 100
+"""Images that are longer than so many times their width are refused."""
 
 
 class Batch(NamedTuple):
@@ -225,6 +227,11 @@ class _Reader:
                     samples.append((self.transform(image), label, name))
             except DtemError as error:
                 return _Part(None, [], [], bad, str(error))
+            except Exception as error:  # an image that cannot be made ready is as bad as one that cannot be read
+                bad[name] = " ".join(str(error).split()) or type(error).__name__
+                if self.stop:
+                    return _Part(None, [], [], bad, f"{name} cannot be used: {bad[name]}")
+                samples.append(None)
         kept = [sample for sample in samples if sample is not None]
         if self.replace:
             if not kept:
@@ -255,11 +262,18 @@ class _Reader:
         return None
 
 
+def check_shape(width: int, height: int) -> None:
+    """Refuse a thin strip: resized to the model's height, a small file would fill the memory."""
+    if max(width, height) > THINNEST * min(width, height):
+        raise DtemError(f"the image is {width} × {height}, more than {THINNEST} times as long as wide")
+
+
 def decode(image: "bytes | Image.Image") -> "Image.Image":
     """All pixels of the image: a file that is cut off fails here, not later."""
     from PIL import Image
 
     opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
+    check_shape(*opened.size)
     opened.load()
     return opened
 

@@ -14,6 +14,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from dtem.tasks.classification.augment import eval_transform
+from dtem.tasks.classification.data import check_shape
 from dtem.types import DtemError
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
         name, path = Path(source).name, Path(source)
         if not path.is_file():
             raise DtemError(f"there is no image file {path}")
-        source = path.read_bytes()
+        try:
+            source = path.read_bytes()
+        except OSError as error:
+            raise DtemError(f"{path} cannot be read: {error.strerror or error}") from error
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim not in (2, 3):
             raise DtemError(f"an array of {source.dtype} and shape {source.shape} is no image: give bytes, (h, w[, 3])")
@@ -46,6 +50,7 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
                 raise DtemError(
                     f"{name} has {width} × {height} pixels, more than {pixels / 1e6:g} million: scale it down"
                 )
+            check_shape(width, height)
             upright: Image.Image = ImageOps.exif_transpose(image)
             upright.load()
     except DtemError:

@@ -167,19 +167,15 @@ class Parts:
         self.run = dict(run)
         self._rank = rank
         self._written = 0
+        if file.is_dir():
+            raise DtemError(f"{file} is a folder; name a file in it, such as {file / 'preds.parquet'}")
         self.finished = file.is_file() and self._same(_metadata(file), file)
         self.done: set[int] = set()
         if self.finished:
             return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DtemError(f"{self.folder} cannot be made a folder: {error.strerror}") from error
-        note = self.folder / "run.json"
-        if note.is_file():
-            self._same(json.loads(note.read_text(encoding="utf-8")), self.folder)
-        else:
-            write_file(note, json.dumps(self.run, indent=2, ensure_ascii=False))
+        if next(self.folder.glob("*.parquet"), None) is not None:  # of a run that came to nothing, nothing is kept
+            note = self.folder / "run.json"
+            self._same(json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None, self.folder)
         for table in self._tables(("position",)):
             self.done.update(table.column("position").to_pylist())
 
@@ -197,6 +193,12 @@ class Parts:
             return
         pa = arrow()
         self._written += 1
+        if self._written == 1:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise DtemError(f"{self.folder} cannot be made a folder: {error.strerror}") from error
+            write_file(self.folder / "run.json", json.dumps(self.run, indent=2, ensure_ascii=False))
         table = pa.Table.from_pylist(list(rows), schema=_schema())
         write_file(self.folder / f"{self._rank:04d}-{time.time_ns()}-{self._written:06d}.parquet", _encoded(table))
 
@@ -208,8 +210,9 @@ class Parts:
             whole = pa.concat_tables(tables).sort_by("position")
             held = {"dtem": json.dumps(self.run, ensure_ascii=False)}
             write_file(self.file, _encoded(whole.replace_schema_metadata(held)))
+        if self.folder.is_dir():  # also where a run was killed before it could
             for path in [*self.folder.glob("*.parquet"), self.folder / "run.json"]:
-                path.unlink()
+                path.unlink(missing_ok=True)
             self.folder.rmdir()
         return len(self.column("position"))
 
