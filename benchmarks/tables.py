@@ -200,7 +200,8 @@ def proof(rows: list[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         both, answers = row["paired"], [f"{row[name]:.2f}" for name in ("tome", "dtem")]
         differences = [_difference(both["top1"], 2), _difference(both["loss"], 3)]
-        table.append([str(row["seed"]), str(row["r"]), f"{both['n']:,}", *answers, *differences])
+        seed = {"mean": "mean of these", "all": "all in one adapter"}.get(row["seed"], str(row["seed"]))
+        table.append([seed, str(row["r"]), f"{both['n']:,}", *answers, *differences])
     return table
 
 
