@@ -1,10 +1,10 @@
 """A small captioner to prove things on: GIT with the encoder of a real DeiT-T, trained on Flickr8k.
 
 python benchmarks/captioning_host.py --data DIR --out FOLDER
-python benchmarks/captioning_host.py --data DIR --out FOLDER --tune-epochs 4        its encoder learns, too
+python benchmarks/captioning_host.py --data DIR --out FOLDER --tune-epochs 0        the encoder stays DeiT-T's
 
 DIR holds flickr8k (captions.json, images) and weights. The decoder learns while the encoder is frozen, so that its
-features are computed once; then, if asked to, both learn. The decoder reads all five captions of an image in one
+features are computed once; then both learn. The decoder reads all five captions of an image in one
 sequence, each under a mask of its own. The folder has the model, its tokenizer and how it wants its images: what `dtem
 eval --task captioning` takes. A run goes on where it was stopped.
 """
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-batch", type=int, default=16)
     parser.add_argument("--host-lr", type=float, default=1e-3)
     parser.add_argument("--host-decay", type=float, default=0.05)
-    parser.add_argument("--tune-epochs", type=int, default=0, help="in which the encoder learns too")
+    parser.add_argument("--tune-epochs", type=int, default=4, help="in which the encoder learns too")
     parser.add_argument("--tune-lr", type=float, default=2e-4)
     parser.add_argument("--encoder-lr", type=float, default=5e-5)
 
