@@ -74,7 +74,7 @@ def train(
         restart: throw away an earlier run in `config.out` instead of going on with it.
         named: what ``config.yaml`` is to say of the model: its name, classes and so on.
     """
-    return Run(model, config, data_config, restart, dict(named or {})).go()
+    return Run(model, config, data_config, restart, named).go()
 
 
 class Run:
@@ -86,10 +86,10 @@ class Run:
         config: TrainConfig,
         data_config: dict[str, Any],
         restart: bool,
-        named: Mapping[str, Any],
+        named: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
-        self.named = named
+        self.named = dict(named or {})
         self.weights = checkpoint.fingerprint(model)
         """Of the host, as it came."""
         self.accelerator = open_accelerator(config)

@@ -115,7 +115,7 @@ def test_without_nothing_to_leave_out_is_the_source_itself(tmp_path: Path) -> No
 
 def test_without_everything_is_refused(tmp_path: Path) -> None:
     source = open_source(str(class_folders(tmp_path, 2)))
-    with pytest.raises(DtemError, match="all 2 images are among those to leave out"):
+    with pytest.raises(DtemError, match="all 2 images have names of files to leave out"):
         without(source, ["000.png", "001.png"])
 
 

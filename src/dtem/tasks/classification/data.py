@@ -227,11 +227,6 @@ class _Reader:
                     samples.append((self.transform(image), label, name))
             except DtemError as error:
                 return _Part(None, [], [], bad, str(error))
-            except Exception as error:  # an image that cannot be made ready is as bad as one that cannot be read
-                bad[name] = " ".join(str(error).split()) or type(error).__name__
-                if self.stop:
-                    return _Part(None, [], [], bad, f"{name} cannot be used: {bad[name]}")
-                samples.append(None)
         kept = [sample for sample in samples if sample is not None]
         if self.replace:
             if not kept:
@@ -273,7 +268,8 @@ def decode(image: "bytes | Image.Image") -> "Image.Image":
     from PIL import Image
 
     opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
-    check_shape(*opened.size)
+    if isinstance(opened, Image.Image):  # a source may give what is decoded in its own way
+        check_shape(*opened.size)
     opened.load()
     return opened
 
