@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 from dtem.cli import captioning, common
+from dtem.cli.pictures import check_counts
 
 NAME = "caption"
 HELP = "say what is on images, merging tokens on the way"
@@ -32,15 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Caption, print."""
-    import torch
     from timm.data.config import resolve_data_config
 
     from dtem.tasks.captioning.evaluate import at_rates, write
     from dtem.tasks.classification.data import eval_transform
-    from dtem.types import DtemError
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise DtemError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    check_counts(args)
     style, rates = captioning.style(args), common.schedules(args.r)
     pictures = [_open(path) for path in args.images]
     args.shortcut = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtem.cli import captioning, common, evaluate
 from dtem.cli.contenders import REFERENCE, UNMERGED, add_listed_argument, contestants
+from dtem.cli.pictures import check_counts
 from dtem.cli.segmentation import folder
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print, keep."""
-    import torch
     from timm.data.config import resolve_data_config
 
     from dtem.measure import record
@@ -60,10 +60,8 @@ def run(args: argparse.Namespace) -> int:
     from dtem.tasks.classification import sources
     from dtem.tasks.classification.data import Loader, eval_transform
     from dtem.tasks.classification.evaluate import evaluating, sample
-    from dtem.types import DtemError
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise DtemError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    check_counts(args, batch=1, workers=0, limit=1)
     metric.check()
     style, rates = captioning.style(args), common.schedules(args.r)
     captions = open_captions(args.data)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtem.cli import common
 from dtem.cli import export as exporting
 from dtem.cli.evaluate import DTYPES, progress
+from dtem.cli.pictures import check_counts
 
 if TYPE_CHECKING:
     from dtem.tasks.classification.sources import Source
@@ -62,11 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from dtem.training.processes import Processes
     from dtem.types import DtemError
 
-    for option, least in (("batch", 1), ("workers", 0), ("top", 1)):
-        if getattr(args, option) < least:
-            raise DtemError(f"--{option} {getattr(args, option)} must be {least} or more")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise DtemError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    check_counts(args, batch=1, workers=0, top=1)
     specs = common.schedules(args.r)
     if len(specs) != 1:
         raise DtemError(f"--r {args.r}: give one r")
