@@ -62,8 +62,13 @@ def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureF
         (["--model", "test_vit", "--record", str(digits.record())], "is about mnist_vit, not test_vit"),
         (["--model", "test_vit", "--weights", "nowhere.pth"], "nowhere.pth"),
         (["--model", "test_vit", "--adapter", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--model", "test_vit", "--weights", "w.safetensors", "--classes", "0"], "has no classifier"),
     ],
 )
-def test_mistakes_are_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), "w.safetensors")
     assert main(["app", *argv]) == 2
     assert named in capsys.readouterr().err

@@ -72,6 +72,14 @@ def test_mistakes_are_named(photo: str, argv: list[str], named: str, capsys: pyt
     assert named in capsys.readouterr().err
 
 
+def test_a_model_without_a_classifier_says_nothing(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    headless = [word for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] != "--classes" for word in pair]
+    assert main(["show", photo, *headless, "--classes", "0", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["unmerged"]["top5"] == []
+    assert [row["top5"] for row in document["rows"]] == [[], []]
+
+
 def test_a_file_that_is_no_image(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "host.safetensors", *TINY]) == 2
     assert "host.safetensors is no image file" in capsys.readouterr().err

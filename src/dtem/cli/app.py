@@ -79,4 +79,7 @@ def offered(args: argparse.Namespace) -> "list[Model]":
     if args.model in (None, digits.NAME):
         return models
     adapter = show.embeddings(args.model) if args.adapter is None else storage.locate(args.adapter, None)
-    return [Model(args.model, show.host(copy.copy(args)), examples.drawings(), adapter, record), *models]
+    host = show.host(copy.copy(args))
+    if not getattr(host, "num_classes", 1):
+        raise DtemError(f"{args.model} has no classifier, and the explorer shows what a model says; try `dtem show`")
+    return [Model(args.model, host, examples.drawings(), adapter, record), *models]

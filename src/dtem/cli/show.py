@@ -169,8 +169,11 @@ def _document(args: argparse.Namespace, model: "nn.Module", shown: "Shown") -> d
 
 
 def _top5(model: "nn.Module", probabilities: Any) -> list[dict[str, Any]]:
+    """The likeliest classes; none of a model without a classifier."""
     from dtem.tasks.classification.pictures import class_name
 
+    if not getattr(model, "num_classes", 1):
+        return []
     best = probabilities.topk(min(5, len(probabilities)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [{"class": index, "name": class_name(model, index), "probability": value} for index, value in pairs]
@@ -178,7 +181,7 @@ def _top5(model: "nn.Module", probabilities: Any) -> list[dict[str, Any]]:
 
 def _tables(document: dict[str, Any], shown: "Shown") -> list[object]:
     def said(best: list[dict[str, Any]]) -> str:
-        return f"{best[0]['name']} ({100 * best[0]['probability']:.0f} %)"
+        return f"{best[0]['name']} ({100 * best[0]['probability']:.0f} %)" if best else "–"
 
     patches = shown.grid[0] * shown.grid[1]
     rows = [("unmerged", "0", str(patches), "", "", "", said(document["unmerged"]["top5"]))]
