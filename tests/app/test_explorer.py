@@ -142,6 +142,7 @@ def test_the_curve_of_the_shipped_model_and_the_current_point() -> None:
     assert "<svg" in drawn
     assert "Ringed: r = 18" in drawn
     words, lines = measured(digits.record())
+    assert measured(digits.record(), f"{digits.NAME}.tag")[0] == words
     assert words.startswith("mnist_vit on 1000 images")
     assert lines[UNMERGED][0].accuracy == 96.3  # of its card
 

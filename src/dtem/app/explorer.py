@@ -230,7 +230,7 @@ def measured(path: Path, model: str | None = None) -> tuple[str, dict[str, list[
             lines.setdefault(row["method"], []).append(point)
         words = f"{results['model']} on {results['images']} images of {results['data']}, measured {kept.time[:10]}"
         assert lines[UNMERGED]
-        if model is not None and results["model"] != model:
+        if model is not None and results["model"].partition(".")[0] != model.partition(".")[0]:  # weights' tag aside
             raise DtemError(f"{path} is about {results['model']}, not {model}")
     except (KeyError, TypeError) as error:
         raise DtemError(f"{path} is not a record of `dtem eval`: {error!r} is missing") from error
