@@ -19,6 +19,9 @@ from dtem.types import Taps
 
 def attention(block: Block, space: Lean | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
     """The block's attention half."""
+    if ops.is_whole() and _plain_heads(block.attn):
+        y, taps = _turned_heads(block.attn, block.norm1(x), bias)
+        return x + _chain((block.attn.proj_drop, block.ls1, block.drop_path1), y), taps
     y, taps = _heads(block.attn, space, block.norm1(x), bias)
     return _after_heads(block, space, x, taps.input, y), taps
 
@@ -37,6 +40,37 @@ def _heads(attn: Attention, space: Lean | None, h: Tensor, bias: Tensor | None) 
     q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
     y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
     return y, Taps(h, q, k, v, attn.scale)
+
+
+def _turned_heads(attn: Attention, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
+    """What attention says, as graphs for other runtimes hold it: with fewer passes over memory.
+
+    Tokens come first, so that heads are brought to the front by the products themselves (onnxruntime fuses a move of
+    the first dimension into them) instead of by copies. The bias of the keys adds the same to all logits of a query,
+    and that of the values goes through a mean unchanged, so neither needs a pass: the second joins the projection's.
+    """
+    batch, count, _ = h.shape
+    linear, biases = nn.functional.linear, attn.qkv.bias
+    q_bias, k_bias, v_bias = (None,) * 3 if biases is None else biases.chunk(3)
+
+    def heads(weight: Tensor, part: Tensor | None) -> Tensor:
+        y = linear(h.transpose(0, 1), weight, part)
+        return y.view(count, batch, attn.num_heads, -1).permute(1, 2, 0, 3)
+
+    q_weight, k_weight, v_weight = attn.qkv.weight.chunk(3)
+    q, k, v = heads(q_weight, q_bias), heads(k_weight, None), heads(v_weight, None)
+    taps, proj_bias = Taps(h, q, k, v, attn.scale), attn.proj.bias
+    if k_bias is not None and v_bias is not None:
+        whole_k, whole_v = (y + part.view(attn.num_heads, 1, -1) for y, part in ((k, k_bias), (v, v_bias)))
+        taps, proj_bias = taps._replace(k=whole_k, v=whole_v), linear(v_bias, attn.proj.weight, attn.proj.bias)
+    y = ops.attend(q, k, v, bias, attn.scale).transpose(1, 2).reshape(batch, count, -1)
+    return linear(y, attn.proj.weight, proj_bias), taps
+
+
+def _plain_heads(attn: Attention) -> bool:
+    """Whether nothing stands between the linear layers and the heads."""
+    parts = (attn.q_norm, attn.k_norm, attn.norm)
+    return all(map(lean.idle, parts)) and getattr(attn, "gate", None) is None
 
 
 def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:

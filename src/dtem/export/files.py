@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dtem import adapters, ops
 from dtem._version import __version__
 from dtem.export import check, onnx, openvino, program
 from dtem.handle import Handle
@@ -59,7 +60,8 @@ def write(
     if handle.mode != "hard":
         raise DtemError("a file holds hard merging; set handle.mode = 'hard' first")
     held = describe(handle, labels, notes or {})
-    traced = program.trace(handle.model, handle.host.image)
+    with _for_logits(handle), contextlib.nullcontext() if form == "torch" else ops.whole():
+        traced = program.trace(handle.model, handle.host.image)
     with _beside(path) as draft, _evaluating(handle.model):
         counts: dict[str, int] = {}
         if form == "torch":
@@ -116,6 +118,17 @@ def _demand(path: Path, form: str, int8: bool) -> None:
 def _suffixes(form: str) -> tuple[str, ...]:
     """Of the files that belong together; the one that is opened comes last, when all of it is there."""
     return (".bin", ".xml") if form == "openvino" else (FORMATS[form],)
+
+
+@contextlib.contextmanager
+def _for_logits(handle: Handle) -> Iterator[None]:
+    """A file gives logits and nothing else: what a class-token head does not read of the last block is left out."""
+    before = handle.merger.shortcut
+    handle.merger.shortcut = adapters.load(handle.merger.family).shortcuts
+    try:
+        yield
+    finally:
+        handle.merger.shortcut = before
 
 
 @contextlib.contextmanager

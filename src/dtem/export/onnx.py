@@ -22,7 +22,7 @@ def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> N
     onnx = library("onnx")
     library("onnxscript")
     try:
-        with quietly():
+        with quietly(), torch.no_grad():
             exported: Any = torch.onnx.export(
                 program,
                 dynamo=True,

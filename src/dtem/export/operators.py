@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dtem.export import merging
+
 OPSET = 18
 
 
@@ -57,4 +59,5 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.sort.stable: sort,
         aten.gelu.default: gelu,
         aten.scaled_dot_product_attention.default: attention,
+        torch.ops.dtem.merge.default: merging.merge,
     }

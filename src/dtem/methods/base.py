@@ -145,6 +145,10 @@ class Method(nn.Module):
 
 def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int | Above, prefix: int) -> Tokens:
     """Hard bipartite merge of `tokens` by `metric`."""
+    if ops.is_whole() and not isinstance(r, Above):
+        images = torch.arange(tokens.x.shape[0], device=tokens.x.device)
+        x, size = ops.merge_whole(tokens.x, tokens.size, metric, images, r, prefix)
+        return tokens.replace(x=x, size=size)
     matching = ops.match(metric, r, prefix)
     if not matching.merged.shape[1]:  # nothing was above a threshold: tokens stay in their order, as at r = 0
         return tokens

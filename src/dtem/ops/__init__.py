@@ -18,6 +18,7 @@ from dtem.ops.sampling import sample
 from dtem.ops.sensitivity import Moments, distance_embedding, moments
 from dtem.ops.squeezing import find_hosts, squeeze
 from dtem.ops.unmerge import unmerge
+from dtem.ops.whole import is_whole, merge_whole, whole
 
 __all__ = [
     "Matching",
@@ -37,12 +38,14 @@ __all__ = [
     "fuse",
     "give_all",
     "gumbel_group",
+    "is_whole",
     "kept_rows",
     "limit",
     "log_size",
     "match",
     "merge",
     "merge_along",
+    "merge_whole",
     "moments",
     "pool",
     "pool_sizes",
@@ -58,4 +61,5 @@ __all__ = [
     "take",
     "unmerge",
     "unmerge_along",
+    "whole",
 ]

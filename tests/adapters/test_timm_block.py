@@ -1,0 +1,28 @@
+"""Attention as graphs for other runtimes hold it is the host's attention."""
+
+import pytest
+import torch
+from timm.layers import Attention
+
+from dtem.adapters import timm_block
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}, {"qkv_bias": True, "proj_bias": False}])
+@pytest.mark.parametrize("biased", [False, True])
+def test_turned_heads_say_what_heads_say(options: dict, biased: bool) -> None:
+    torch.manual_seed(0)
+    attn = Attention(24, num_heads=3, **options).double().eval()
+    for parameter in attn.parameters():
+        torch.nn.init.normal_(parameter)
+    h = torch.randn(2, 7, 24, dtype=torch.float64)
+    bias = torch.randn(2, 7, dtype=torch.float64) if biased else None
+    said, taps = timm_block._turned_heads(attn, h, bias)
+    y, expected = timm_block._heads(attn, None, h, bias)
+    torch.testing.assert_close(said, attn.proj(y))
+    for name in ("q", "k", "v"):
+        torch.testing.assert_close(getattr(taps, name), getattr(expected, name))
+
+
+def test_heads_that_are_not_plain_stay_as_they_are() -> None:
+    assert timm_block._plain_heads(Attention(24, num_heads=3))
+    assert not timm_block._plain_heads(Attention(24, num_heads=3, qk_norm=True, norm_layer=torch.nn.LayerNorm))
