@@ -5,23 +5,30 @@ python benchmarks/captioning_folds.py --data DIR --fold 1 --only host     a part
 python benchmarks/captioning_folds.py --data DIR --only table             the record, from what is there
 
 300 photographs tell three points of CIDEr apart, no less. Here all 3,050 are dealt into three folds; a captioner and
-its embeddings learn from two of them and are judged on the third, with the settings of `captioning_proof.py`. All
-captions together are then scored as one set. What is done is kept in --work: the same command again goes on.
+its embeddings learn from two of them and caption the third, with the settings of `captioning_proof.py`. All captions
+are then scored as one set. What is done is kept in --work: the same command again goes on.
 """
 
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import captioning_proof
 import common
 import numpy as np
 
+from dtem.files import write_file
+from dtem.measure import record
+from dtem.tasks.captioning import evaluate
+from dtem.tasks.captioning.data import open_captions
+from dtem.tasks.captioning.evaluate import Written
+
 FOLDS = 3
 HELD = 150
 """Photographs of the other folds by which the captioner's best epoch is chosen."""
+RATE = captioning_proof.TRAINED_AT
 
 
 def main() -> None:
@@ -29,30 +36,31 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/captioning_folds"))
     parser.add_argument("--fold", type=int, choices=range(FOLDS), help="only this one")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of embeddings in each fold")
+    parser.add_argument("--seeds", type=int, default=2, help="trainings of embeddings in each fold")
     parser.add_argument("--only", choices=("host", "train", "eval", "table"))
     common.add_arguments(parser)
     args = parser.parse_args()
-    for fold in range(FOLDS) if args.fold is None else (args.fold,):
-        sys.argv = [
-            "captioning_proof.py",
-            "--data",
-            str(deal(args.data, args.work, fold)),
-            "--work",
-            str(args.work / f"fold{fold}"),
-            "--limit",
-            "9999",
-            "--rates",
-            "13",
-            "--seeds",
-            str(args.seeds),
-            "--threads",
-            str(args.threads),
-            "--out",
-            str(args.work / f"fold{fold}.json"),
-            *(["--only", args.only] if args.only else []),
-        ]
-        captioning_proof.main()
+    if args.only != "table":
+        for fold in range(FOLDS) if args.fold is None else (args.fold,):
+            run(args, fold)
+    if args.only in (None, "table"):
+        data = record.data_hash(args.data / "flickr8k" / "captions.json")
+        kept = record.collect("captioning_folds", pooled(args), data=data)
+        print(f"record: {record.save(kept, args.out or common.RESULTS / 'captioning_folds.json').name}")
+
+
+def run(args: argparse.Namespace, fold: int) -> None:
+    """`captioning_proof.py` on one deal; its own record stays in --work."""
+    settings = {
+        "data": deal(args.data, args.work, fold),
+        "work": args.work / f"fold{fold}",
+        "limit": 9999,
+        "rates": RATE,
+        "seeds": args.seeds,
+        "threads": args.threads,
+        "out": args.work / f"fold{fold}.json",
+    } | ({"only": args.only} if args.only else {})
+    captioning_proof.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
 
 
 def deal(data: Path, work: Path, fold: int) -> Path:
@@ -60,15 +68,30 @@ def deal(data: Path, work: Path, fold: int) -> Path:
     folder = work / f"data{fold}"
     (folder / "flickr8k").mkdir(parents=True, exist_ok=True)
     entries = json.loads((data / "flickr8k" / "captions.json").read_text())
-    order = np.random.default_rng(0).permutation(len(entries))
+    order = np.random.default_rng(0).permutation(len(entries)).tolist()
     others = [row for place, row in enumerate(order) if place % FOLDS != fold]
-    split = dict.fromkeys(order.tolist(), "test") | dict.fromkeys(others, "train") | dict.fromkeys(others[:HELD], "val")
+    split = dict.fromkeys(order, "test") | dict.fromkeys(others, "train") | dict.fromkeys(others[:HELD], "val")
     dealt = [entry | {"split": split[row]} for row, entry in enumerate(entries)]
-    (folder / "flickr8k" / "captions.json").write_text(json.dumps(dealt))
+    write_file(folder / "flickr8k" / "captions.json", json.dumps(dealt))
     for name in ("flickr8k/images", "weights"):
         if not (folder / name).exists():
             os.symlink((data / name).resolve(), folder / name)
     return folder
+
+
+def pooled(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The captions of all folds as one set: what every method says of every photograph."""
+    files = {
+        ("none", "0"): "test-none-r0-beam5.json",
+        ("tome", RATE): f"test-tome-r{RATE}-beam5.json",
+        **{(f"dtem-seed{s}", RATE): f"test-sparse-dtem-seed{s}-r{RATE}-beam5.json" for s in range(args.seeds)},
+    }
+    items = open_captions(f"{args.data}/flickr8k/captions.json").items
+    found: dict[tuple[str, str], Written] = {}
+    for who, name in files.items():
+        parts = [captioning_proof.read(args.work / f"fold{fold}" / name) for fold in range(FOLDS)]
+        found[who] = evaluate.scored(evaluate.join(parts), items)
+    return captioning_proof.rows_of(found, args.work / "fold0" / "host", [RATE])
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ SINGLE = ("CIDEr", "METEOR", "ROUGE-L")
 """Metrics that have a score for every image."""
 
 
-def main() -> None:
+def main(command: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/captioning"))
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=300, help="images to judge on")
     captioning_host.add_arguments(parser)
     common.add_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(command)
     torch.set_num_threads(args.threads)
     names = ("updates", "batch", "captions", "lr", "limit", "host_epochs", "host_batch", "host_lr", "tune_epochs")
     common.same_settings(args.work, {name: getattr(args, name) for name in names})
@@ -155,10 +155,17 @@ def table(args: argparse.Namespace, host: Path) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], Written] = {}
     for name, rate in contenders(args):
         if (file := file_of(args, name, rate)).exists():
-            found[name, rate] = evaluate.scored(
-                Written(**json.loads(file.read_text()) | {"scores": None}), source.items
-            )
-    rates = args.rates.split(",")
+            found[name, rate] = evaluate.scored(read(file), source.items)
+    return rows_of(found, host, args.rates.split(","))
+
+
+def read(file: Path) -> Written:
+    """What `caption` has kept."""
+    return Written(**json.loads(file.read_text()) | {"scores": None})
+
+
+def rows_of(found: dict[tuple[str, str], Written], host: Path, rates: list[str]) -> list[dict[str, Any]]:
+    """A row per method and r of what `found` holds by contender and r."""
     costs = {method: cost(host, method, rates) for method in ("tome", "dtem")}
     rows = []
     for method, rate in [("none", "0"), *((m, r) for r in rates for m in ("tome", "dtem"))]:

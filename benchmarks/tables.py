@@ -228,12 +228,13 @@ def precision(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def export_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["model", "batch", "r", "MACs ratio", "speed-up", "of the ratio", "by dropping", "unmerged", "merged"]]
+    heads = ["batch", "threads", "r", "MACs ratio", "speed-up", "of the ratio", "by dropping", "same writing"]
+    table = [["model", *heads, "unmerged", "merged"]]
     for row in rows:
         times = [f"{row[key]:.1f} ms" for key in ("unmerged_milliseconds", "milliseconds")]
-        shares = [f"{row[key]:.2f}" for key in ("of_macs_ratio", "dropping_of_macs_ratio")]
-        first = [NAMES[row["model"]], str(row["batch"]), str(row["r"]), f"{row['macs_ratio']:.2f}"]
-        table.append([*first, _spread(row["speedup"]), *shares, *times])
+        shares = [f"{row[key]:.2f}" for key in ("of_macs_ratio", "dropping_of_macs_ratio", "same_of_macs_ratio")]
+        first = [*(str(row[key]) for key in ("batch", "threads", "r")), f"{row['macs_ratio']:.2f}"]
+        table.append([NAMES[row["model"]], *first, _spread(row["speedup"]), *shares, *times])
     return table
 
 
