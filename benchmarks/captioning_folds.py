@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/captioning_folds"))
     parser.add_argument("--fold", type=int, choices=range(FOLDS), help="only this one")
     parser.add_argument("--seeds", type=int, default=2, help="trainings of embeddings in each fold")
+    parser.add_argument("--sizes", action="store_true", help="the decoder counts tokens by size, not once")
     parser.add_argument("--only", choices=("host", "train", "eval", "table"))
     common.add_arguments(parser)
     args = parser.parse_args()
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace, fold: int) -> None:
         "threads": args.threads,
         "out": args.work / f"fold{fold}.json",
     } | ({"only": args.only} if args.only else {})
-    captioning_proof.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
+    command = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    captioning_proof.main([*command, *(["--sizes"] if args.sizes else [])])
 
 
 def deal(data: Path, work: Path, fold: int) -> Path:

@@ -57,6 +57,7 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--judge", choices=(*KINDS, "mean"), default="sparse", help="how DTEM learned, or the mean")
     parser.add_argument("--split", choices=("test", "val"), default="test", help="val: to choose settings by")
+    parser.add_argument("--sizes", action="store_true", help="the decoder counts tokens by size, not once")
     parser.add_argument("--beams", type=int, default=5)
     parser.add_argument("--rates", default=",".join(RATES), help="r to judge at, with commas")
     parser.add_argument("--limit", type=int, default=300, help="images to judge on")
@@ -83,7 +84,7 @@ def main(command: list[str] | None = None) -> None:
 
 def learn(args: argparse.Namespace, host: Path, kind: str, seed: int) -> None:
     """Embeddings of one kind and seed, unless they are there: a finished run only reads its checkpoint."""
-    folder = args.work / f"{kind}-seed{seed}"
+    folder = args.work / f"{kind}{sizes(args)}-seed{seed}"
     if (folder / "done").exists():
         return
     settings = {
@@ -101,17 +102,27 @@ def learn(args: argparse.Namespace, host: Path, kind: str, seed: int) -> None:
         "dtype": "bf16",
         **KINDS[kind],
     }
+    settings["options"] = KINDS[kind]["options"] | options(args)
     model = load(str(host))
     train(model, build(settings), resolve_data_config(model=model))
     write_file(folder / "done", "")
 
 
+def sizes(args: argparse.Namespace) -> str:
+    """In the names of files: how the decoder counts."""
+    return "-sizes" if args.sizes else ""
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"proportional": "everywhere"} if args.sizes else {}
+
+
 def adapter_of(args: argparse.Namespace, seed: str) -> Path:
     """What DTEM is judged by."""
-    parts = {kind: args.work / f"{kind}-{seed}" / keep.ADAPTER for kind in KINDS}
+    parts = {kind: args.work / f"{kind}{sizes(args)}-{seed}" / keep.ADAPTER for kind in KINDS}
     if args.judge != "mean":
         return parts[args.judge]
-    path: Path = args.work / f"mean-{seed}.safetensors"
+    path: Path = args.work / f"mean{sizes(args)}-{seed}.safetensors"
     average(list(parts.values()), path)
     return path
 
@@ -124,7 +135,8 @@ def contenders(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def file_of(args: argparse.Namespace, name: str, rate: str) -> Path:
     kind = f"{args.judge}-" if name.startswith("dtem") else ""
-    return args.work / f"{args.split}-{kind}{name}-r{rate}-beam{args.beams}.json"
+    counted = "" if name == "none" else sizes(args)
+    return args.work / f"{args.split}-{kind}{name}{counted}-r{rate}-beam{args.beams}.json"
 
 
 def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
@@ -136,7 +148,7 @@ def caption(args: argparse.Namespace, host: Path, name: str, rate: str) -> None:
     if name == "none":
         ready: Any = lambda: model  # noqa: E731
     elif name == "tome":
-        ready = evaluate.at_rates(dtem.patch(model, "tome"), [rate])[rate]
+        ready = evaluate.at_rates(dtem.patch(model, "tome", **options(args)), [rate])[rate]
     else:
         handle = dtem.from_pretrained(adapter_of(args, name.removeprefix("dtem-")), model, r=0)
         ready = evaluate.at_rates(handle, [rate])[rate]

@@ -15,7 +15,7 @@ import dtem
 transformers = pytest.importorskip("transformers")
 
 from adapters.gits import tiny_git  # noqa: E402
-from dtem.adapters.hf_git import look, remembering  # noqa: E402
+from dtem.adapters.hf_git import Handed, Seen, look, remembering  # noqa: E402
 from dtem.hosts.captioner import captioner  # noqa: E402
 
 pytestmark = pytest.mark.contract
@@ -53,11 +53,16 @@ def test_without_merging_generation_is_the_hosts_token_for_token(host, model, be
     assert torch.equal(model.generate(pixel_values=pictures(), num_beams=beams, **NEW), expected)
 
 
-@pytest.mark.parametrize(("method", "r"), [("dtem", 0), ("dtem", R), ("ats", 3)])
+SIZES = {"proportional": "everywhere"}
+
+
+@pytest.mark.parametrize(
+    ("method", "r", "options"), [("dtem", 0, {}), ("dtem", R, {}), ("dtem", R, SIZES), ("ats", 3, {})]
+)
 @pytest.mark.parametrize("beams", [1, 3])
-def test_the_cache_changes_nothing(model, r, beams, method):
+def test_the_cache_changes_nothing(model, r, beams, method, options):
     """With a cache, masks and positions are made step by step; without one, all at once."""
-    dtem.patch(model, method, r)
+    dtem.patch(model, method, r, **options)
     given = {"pixel_values": pictures(), "num_beams": beams, **NEW}
     assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
     padded = torch.ones(2, 5, dtype=torch.long)
@@ -96,15 +101,34 @@ def test_the_loss_is_that_of_the_words(model, mode):
     torch.testing.assert_close(out.loss, F.cross_entropy(words.flatten(0, 1), ids[:, 1:].flatten()))
 
 
-def test_soft_merging_tends_to_hard_merging(model):
+def test_counted_by_size_a_token_is_as_many_as_it_stands_for(model):
+    """The decoder says the same of a merged token and of so many copies of it."""
+    dtem.patch(model, r=R, **SIZES)
+    ids, x = prompt(1), pictures(1)
+    with torch.no_grad():
+        seen = look(model, x)
+        sizes = seen.handed.bias.exp().round().long()[0]
+        assert sizes.sum() == 65
+        assert sizes.max() > 1
+        copies = Seen(seen.features.repeat_interleave(sizes, dim=1), Handed(65, None))
+        said = []
+        for each in (seen, copies, Seen(seen.features, Handed(seen.handed.count, None))):
+            with remembering(model, each):
+                said.append(model(input_ids=ids, pixel_values=x).logits[:, -5:])
+    torch.testing.assert_close(said[0], said[1], rtol=1e-4, atol=1e-4)
+    assert (said[2] - said[1]).abs().max() > 0.01, "counted once it must differ, or this test shows nothing"
+
+
+@pytest.mark.parametrize("options", [{}, SIZES])
+def test_soft_merging_tends_to_hard_merging(model, options):
     ids, x = prompt(), pictures()
-    handle = dtem.patch(model, r=4)
+    handle = dtem.patch(model, r=4, **options)
     with torch.no_grad():
         hard = model(input_ids=ids, pixel_values=x).logits[:, -5:]
         handle.unpatch()
         gaps = []
         for temperature in (0.3, 1e-4):
-            handle = dtem.patch(model, r=4, temperature=temperature)
+            handle = dtem.patch(model, r=4, temperature=temperature, **options)
             handle.mode = "soft"
             gaps.append((model(input_ids=ids, pixel_values=x).logits[:, -5:] - hard).abs().max().item())
             handle.unpatch()

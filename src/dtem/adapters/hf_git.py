@@ -20,11 +20,11 @@ from transformers import GitForCausalLM, GitModel, GitVisionModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git.modeling_git import GitEncoder, GitSelfAttention
 
+from dtem import ops
 from dtem.adapters.base import Merger
 from dtem.adapters.hf import Anatomy, HfAdapter, Merging, rebind, records
 from dtem.adapters.hf_clip import ClipLayers
 from dtem.methods import Method
-from dtem.types import SIZE_FLOOR
 
 KEPT = "dtem_handed"
 """Attribute of a cache: what was handed on when its image was encoded."""
@@ -96,12 +96,15 @@ class GitVisionLayers(ClipLayers):
 
 def _weights(method: Method, size: Tensor | None) -> Tensor | None:
     """The logarithm of how much the decoder's attention counts each token: once, whatever its size, as the paper's
-    decoder does. A token that has given most of itself away (in soft merging) counts as what is left of it, so that
-    training sees what inference will; padding (of size 0) does not count."""
+    decoder does, or, with ``proportional="everywhere"``, by its size. Once: a token that has given most of itself away
+    (in soft merging) counts as what is left of it, so that training sees what inference will. Padding (of size 0) does
+    not count."""
     if size is None:
         return None
+    if method.config.proportional == "everywhere":
+        return ops.log_size(size)
     if method.soft or not method.keeps_mass:
-        return size.clamp(min=SIZE_FLOOR, max=1.0).log()
+        return ops.log_size(size.clamp(max=1.0))
     return None
 
 

@@ -38,12 +38,14 @@ class Config:
     """Settings that every method has. A method's own settings extend this."""
 
     proportional: bool | str | None = None
-    """Proportional attention: True, False, or "train" (on in soft training, off at inference). None: "train" for MAE
-    weights, True for all others."""
+    """Proportional attention: True, False, "train" (on in soft training, off at inference), or "everywhere" (True, and a
+    decoder that reads the tokens counts them by size too). None: "train" for MAE weights, True for all others."""
 
     def __post_init__(self) -> None:
-        if self.proportional not in (True, False, "train", None):
-            raise DtemError(f"proportional = {self.proportional!r} is not known; choose True, False, 'train' or None")
+        if self.proportional not in (True, False, "train", "everywhere", None):
+            raise DtemError(
+                f"proportional = {self.proportional!r} is not known; choose True, False, 'train', 'everywhere' or None"
+            )
 
 
 class Method(nn.Module):
