@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", metavar="NAME", help="default dtem (untrained it merges as tome does)")
     add("--adapter", metavar="FILE_OR_NAME", help="trained embeddings: a file or hub id")
     add("--r", metavar="LIST", default="0,13", help="tokens merged per block, several with commas; default %(default)s")
+    captioning.add_sizes_argument(parser)
     captioning.add_style_arguments(parser)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     model: Any = captioning.build(args)
     model.to(args.device)
     captioning.check_longest(model, style)
-    handle = common.patch(args, model)
+    handle = common.patch(args, model, **captioning.counting(args))
     transform = eval_transform(resolve_data_config(model=model))  # type: ignore[no-untyped-call]
     ready = at_rates(handle, rates)
     rows = []

@@ -30,6 +30,20 @@ def add_style_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sizes_argument(parser: argparse.ArgumentParser) -> None:
+    """How the decoder counts merged tokens."""
+    parser.add_argument(
+        "--sizes",
+        action="store_true",
+        help="the decoder counts merged tokens by their size (better captions); without: once, as in the paper",
+    )
+
+
+def counting(args: argparse.Namespace) -> dict[str, str]:
+    """Settings of the method that this option asks for."""
+    return {"proportional": "everywhere"} if args.sizes else {}
+
+
 def style(args: argparse.Namespace) -> "Style":
     """What those options ask for."""
     from dtem.tasks.captioning.style import Style

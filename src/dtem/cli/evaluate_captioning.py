@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", metavar="[LABEL=]FILE", action="append", default=[], help="trained embeddings; several with labels"
     )
     add("--r", metavar="LIST", default="0,4,8,10,13", help="tokens merged per block; default %(default)s")
+    captioning.add_sizes_argument(parser)
     captioning.add_style_arguments(parser)
     add("--batch", metavar="N", type=int, default=16, help="images per forward; default %(default)s")
     add("--workers", metavar="N", type=int, default=0, help="processes that decode; default: this one alone")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     host: Any = captioning.build(args)
     host.to(args.device)
     captioning.check_longest(host, style)
-    handles, lists = contestants(args, host)
+    handles, lists = contestants(args, host, **captioning.counting(args))
     source, left_out = sources.without(captions, {name for names in lists.values() for name in names})
     if args.limit is not None:
         source = sample(source, args.limit)

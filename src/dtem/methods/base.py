@@ -38,8 +38,8 @@ class Config:
     """Settings that every method has. A method's own settings extend this."""
 
     proportional: bool | str | None = None
-    """Proportional attention: True, False, "train" (on in soft training, off at inference), or "everywhere" (True, and a
-    decoder that reads the tokens counts them by size too). None: "train" for MAE weights, True for all others."""
+    """Proportional attention: True, False, "train" (on in soft training, off at inference), or "everywhere" (True, and
+    a decoder that reads the tokens counts them by size too). None: "train" for MAE weights, True for all others."""
 
     def __post_init__(self) -> None:
         if self.proportional not in (True, False, "train", "everywhere", None):
