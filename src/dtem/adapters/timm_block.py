@@ -50,15 +50,15 @@ def _turned_heads(attn: Attention, h: Tensor, bias: Tensor | None) -> tuple[Tens
     and that of the values goes through a mean unchanged, so neither needs a pass: the second joins the projection's.
     """
     batch, count, _ = h.shape
-    linear, biases = nn.functional.linear, attn.qkv.bias
-    q_bias, k_bias, v_bias = (None,) * 3 if biases is None else biases.chunk(3)
+    linear, width = nn.functional.linear, attn.num_heads * attn.head_dim
+    parts = [slice(start, start + width) for start in range(0, 3 * width, width)]
+    q_bias, k_bias, v_bias = (None if attn.qkv.bias is None else attn.qkv.bias[part] for part in parts)
 
-    def heads(weight: Tensor, part: Tensor | None) -> Tensor:
-        y = linear(h.transpose(0, 1), weight, part)
+    def heads(part: slice, added: Tensor | None) -> Tensor:
+        y = linear(h.transpose(0, 1), attn.qkv.weight[part], added)
         return y.view(count, batch, attn.num_heads, -1).permute(1, 2, 0, 3)
 
-    q_weight, k_weight, v_weight = attn.qkv.weight.chunk(3)
-    q, k, v = heads(q_weight, q_bias), heads(k_weight, None), heads(v_weight, None)
+    q, k, v = (heads(part, added) for part, added in zip(parts, (q_bias, None, None), strict=True))
     taps, proj_bias = Taps(h, q, k, v, attn.scale), attn.proj.bias
     if k_bias is not None and v_bias is not None:
         whole_k, whole_v = (y + part.view(attn.num_heads, 1, -1) for y, part in ((k, k_bias), (v, v_bias)))

@@ -15,12 +15,14 @@ from dtem.export.program import Runner, quietly
 from dtem.types import DtemError
 
 INPUT, OUTPUT = "images", "logits"
+MOST = 1 << 40
+"""Bytes of a constant that may be computed when the file is written: all are."""
 
 
 def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
     """Write `program` as an ONNX file that carries `metadata`."""
     onnx = library("onnx")
-    library("onnxscript")
+    optimizer = library("onnxscript.optimizer")
     try:
         with quietly(), torch.no_grad():
             exported: Any = torch.onnx.export(
@@ -32,6 +34,8 @@ def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> N
                 custom_translation_table=operators.table(),
                 verbose=False,
             )
+            # Parts of a weight become weights of their own, which can be quantised.
+            optimizer.fold_constants(exported.model, input_size_limit=MOST, output_size_limit=MOST)
     except Exception as error:  # the exporter wraps whatever went wrong into errors of its own
         raise DtemError(f"this model cannot be written in ONNX: {_reason(error)}. Try another method") from error
     model = exported.model_proto
