@@ -5,8 +5,9 @@ python benchmarks/captioning_folds.py --data DIR --fold 1 --only host     a part
 python benchmarks/captioning_folds.py --data DIR --only table             the record, from what is there
 
 300 photographs tell three points of CIDEr apart, no less. Here all 3,050 are dealt into three folds; a captioner and
-its embeddings learn from two of them and caption the third, with the settings of `captioning_proof.py`. All captions
-are then scored as one set. What is done is kept in --work: the same command again goes on.
+its embeddings learn from two of them and caption the third, with the settings of `captioning_proof.py`: once with a
+decoder that counts every token once, once with one that counts them by size. All captions are then scored as one set.
+What is done is kept in --work: the same command again goes on.
 """
 
 import argparse
@@ -36,21 +37,21 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/captioning_folds"))
     parser.add_argument("--fold", type=int, choices=range(FOLDS), help="only this one")
-    parser.add_argument("--seeds", type=int, default=2, help="trainings of embeddings in each fold")
-    parser.add_argument("--sizes", action="store_true", help="the decoder counts tokens by size, not once")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of embeddings in each fold")
     parser.add_argument("--only", choices=("host", "train", "eval", "table"))
     common.add_arguments(parser)
     args = parser.parse_args()
     if args.only != "table":
         for fold in range(FOLDS) if args.fold is None else (args.fold,):
-            run(args, fold)
+            for sizes in (False, True):
+                run(args, fold, sizes)
     if args.only in (None, "table"):
         data = record.data_hash(args.data / "flickr8k" / "captions.json")
         kept = record.collect("captioning_folds", pooled(args), data=data)
         print(f"record: {record.save(kept, args.out or common.RESULTS / 'captioning_folds.json').name}")
 
 
-def run(args: argparse.Namespace, fold: int) -> None:
+def run(args: argparse.Namespace, fold: int, sizes: bool) -> None:
     """`captioning_proof.py` on one deal; its own record stays in --work."""
     settings = {
         "data": deal(args.data, args.work, fold),
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace, fold: int) -> None:
         "out": args.work / f"fold{fold}.json",
     } | ({"only": args.only} if args.only else {})
     command = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    captioning_proof.main([*command, *(["--sizes"] if args.sizes else [])])
+    captioning_proof.main([*command, *(["--sizes"] if sizes else [])])
 
 
 def deal(data: Path, work: Path, fold: int) -> Path:
@@ -82,18 +83,31 @@ def deal(data: Path, work: Path, fold: int) -> Path:
 
 
 def pooled(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The captions of all folds as one set: what every method says of every photograph."""
-    files = {
-        ("none", "0"): "test-none-r0-beam5.json",
-        ("tome", RATE): f"test-tome-r{RATE}-beam5.json",
-        **{(f"dtem-seed{s}", RATE): f"test-sparse-dtem-seed{s}-r{RATE}-beam5.json" for s in range(args.seeds)},
-    }
+    """The captions of all folds as one set; rows for a decoder that counts tokens once, then by size."""
     items = open_captions(f"{args.data}/flickr8k/captions.json").items
-    found: dict[tuple[str, str], Written] = {}
-    for who, name in files.items():
-        parts = [captioning_proof.read(args.work / f"fold{fold}" / name) for fold in range(FOLDS)]
-        found[who] = evaluate.scored(evaluate.join(parts), items)
-    return captioning_proof.rows_of(found, args.work / "fold0" / "host", [RATE])
+    host, rows = args.work / "fold0" / "host", []
+    for counted, mark in (("once", ""), ("by size", "-sizes")):
+        files = {
+            ("none", "0"): "test-none-r0-beam5.json",
+            ("tome", RATE): f"test-tome{mark}-r{RATE}-beam5.json",
+            **{
+                (f"dtem-seed{s}", RATE): f"test-sparse-dtem-seed{s}{mark}-r{RATE}-beam5.json" for s in range(args.seeds)
+            },
+        }
+        found: dict[tuple[str, str], Written] = {}
+        for who, name in files.items():
+            parts = [captioning_proof.read(args.work / f"fold{fold}" / name) for fold in range(FOLDS)]
+            found[who] = evaluate.scored(evaluate.join(parts), items)
+        if counted == "once":
+            plain = found["tome", RATE]
+        for row in captioning_proof.rows_of(found, host, [RATE]):
+            if row["method"] != "none":
+                own = [part for (name, _), part in found.items() if name.startswith(row["method"])]
+                row |= {"counted": counted, "against_tome_once": captioning_proof.against(plain, own)}
+            elif rows:
+                continue
+            rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

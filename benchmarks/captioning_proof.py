@@ -114,7 +114,7 @@ def sizes(args: argparse.Namespace) -> str:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"proportional": "everywhere"} if args.sizes else {}
+    return {"proportional": "everywhere" if args.sizes else True}
 
 
 def adapter_of(args: argparse.Namespace, seed: str) -> Path:

@@ -111,6 +111,21 @@ def captioning(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def captioning_folds(rows: list[dict[str, Any]]) -> list[list[str]]:
+    metrics = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")
+    differences = ["CIDEr against ToMe", "loss against ToMe", "CIDEr against ToMe, once"]
+    table = [["method", "counted", *metrics, "loss", *differences, "tokens", "GMACs"]]
+    for row in rows:
+        scores = [row[name] if isinstance(row[name], str) else f"{row[name]:.1f}" for name in metrics]
+        pair, once = row.get("against_tome"), row.get("against_tome_once")
+        gains = [_difference(pair["CIDEr"], 1), _difference(pair["loss"], 4)] if pair else ["", ""]
+        gains.append(_difference(once["CIDEr"], 1) if once and row["counted"] != "once" else "")
+        name = {"none": "none", "tome": "ToMe", "dtem": "DTEM"}[row["method"]]
+        costs = [str(row["tokens"]), f"{row['gmacs']:.2f}"]
+        table.append([name, row.get("counted", ""), *scores, f"{row['loss']:.4f}", *gains, *costs])
+    return table
+
+
 def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["model", "r", "batch", "beams", "tokens", "encoder", "decoder", "whole"]]
     for row in rows:
@@ -255,6 +270,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "precision": ("precision", precision),
     "export-speed": ("export_speed", export_speed),
     "captioning": ("captioning", captioning),
+    "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),
     "segmentation": ("segmentation_proof", segmentation),
     "segmentation-speed": ("segmentation_speed", segmentation_speed),

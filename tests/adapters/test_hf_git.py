@@ -53,11 +53,11 @@ def test_without_merging_generation_is_the_hosts_token_for_token(host, model, be
     assert torch.equal(model.generate(pixel_values=pictures(), num_beams=beams, **NEW), expected)
 
 
-SIZES = {"proportional": "everywhere"}
+ONCE = {"proportional": True}
 
 
 @pytest.mark.parametrize(
-    ("method", "r", "options"), [("dtem", 0, {}), ("dtem", R, {}), ("dtem", R, SIZES), ("ats", 3, {})]
+    ("method", "r", "options"), [("dtem", 0, {}), ("dtem", R, {}), ("dtem", R, ONCE), ("ats", 3, {})]
 )
 @pytest.mark.parametrize("beams", [1, 3])
 def test_the_cache_changes_nothing(model, r, beams, method, options):
@@ -103,7 +103,7 @@ def test_the_loss_is_that_of_the_words(model, mode):
 
 def test_counted_by_size_a_token_is_as_many_as_it_stands_for(model):
     """The decoder says the same of a merged token and of so many copies of it."""
-    dtem.patch(model, r=R, **SIZES)
+    dtem.patch(model, r=R)
     ids, x = prompt(1), pictures(1)
     with torch.no_grad():
         seen = look(model, x)
@@ -119,7 +119,7 @@ def test_counted_by_size_a_token_is_as_many_as_it_stands_for(model):
     assert (said[2] - said[1]).abs().max() > 0.01, "counted once it must differ, or this test shows nothing"
 
 
-@pytest.mark.parametrize("options", [{}, SIZES])
+@pytest.mark.parametrize("options", [{}, ONCE])
 def test_soft_merging_tends_to_hard_merging(model, options):
     ids, x = prompt(), pictures()
     handle = dtem.patch(model, r=4, **options)

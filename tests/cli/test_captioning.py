@@ -39,18 +39,18 @@ def test_eval_without_java_says_what_it_needs(folder, capsys, tmp_path, monkeypa
     assert "default-jre-headless" in shown
 
 
-def test_sizes_reach_the_decoder_in_eval(folder, capsys, monkeypatch):
+def test_once_reaches_the_decoder_in_eval(folder, capsys, monkeypatch):
     monkeypatch.setattr(metric.shutil, "which", lambda name: None)
     command = ["eval", "--task", "captioning", "--model", str(folder / "model"), "--r", "9", "--beams", "1", "--json"]
     command += ["--data", f"{folder}/captions.json#train", "--longest", "3"]
     losses = []
-    for more in ([], ["--sizes"]):
+    for more in ([], ["--once"]):
         assert main([*command, *more]) == 0
         losses.append({row["method"]: row["loss"] for row in json.loads(capsys.readouterr().out)["rows"]})
     assert losses[0]["unmerged"] == losses[1]["unmerged"]
     assert losses[0]["tome"] != losses[1]["tome"]
     image = str(folder / "images" / "0.png")
-    assert main(["caption", image, "--model", str(folder / "model"), "--r", "9", "--longest", "3", "--sizes"]) == 0
+    assert main(["caption", image, "--model", str(folder / "model"), "--r", "9", "--longest", "3", "--once"]) == 0
 
 
 def test_caption_prints_captions_at_each_r(folder, capsys):

@@ -95,13 +95,12 @@ class GitVisionLayers(ClipLayers):
 
 
 def _weights(method: Method, size: Tensor | None) -> Tensor | None:
-    """The logarithm of how much the decoder's attention counts each token: once, whatever its size, as the paper's
-    decoder does, or, with ``proportional="everywhere"``, by its size. Once: a token that has given most of itself away
-    (in soft merging) counts as what is left of it, so that training sees what inference will. Padding (of size 0) does
-    not count."""
+    """The logarithm of how much the decoder's attention counts each token: by its size, or, with ``proportional=True``,
+    once, as the paper's decoder does. Once: a token that has given most of itself away (in soft merging) counts as what
+    is left of it, so that training sees what inference will. Padding (of size 0) does not count."""
     if size is None:
         return None
-    if method.config.proportional == "everywhere":
+    if method.everywhere:
         return ops.log_size(size)
     if method.soft or not method.keeps_mass:
         return ops.log_size(size.clamp(max=1.0))

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", metavar="NAME", help="default dtem (untrained it merges as tome does)")
     add("--adapter", metavar="FILE_OR_NAME", help="trained embeddings: a file or hub id")
     add("--r", metavar="LIST", default="0,13", help="tokens merged per block, several with commas; default %(default)s")
-    captioning.add_sizes_argument(parser)
+    captioning.add_once_argument(parser)
     captioning.add_style_arguments(parser)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
 

@@ -30,18 +30,18 @@ def add_style_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sizes_argument(parser: argparse.ArgumentParser) -> None:
+def add_once_argument(parser: argparse.ArgumentParser) -> None:
     """How the decoder counts merged tokens."""
     parser.add_argument(
-        "--sizes",
+        "--once",
         action="store_true",
-        help="the decoder counts merged tokens by their size (better captions); without: once, as in the paper",
+        help="the decoder counts every merged token once, as in the paper; without: by its size, for better captions",
     )
 
 
-def counting(args: argparse.Namespace) -> dict[str, str]:
+def counting(args: argparse.Namespace) -> dict[str, bool]:
     """Settings of the method that this option asks for."""
-    return {"proportional": "everywhere"} if args.sizes else {}
+    return {"proportional": True} if args.once else {}
 
 
 def style(args: argparse.Namespace) -> "Style":

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", metavar="[LABEL=]FILE", action="append", default=[], help="trained embeddings; several with labels"
     )
     add("--r", metavar="LIST", default="0,4,8,10,13", help="tokens merged per block; default %(default)s")
-    captioning.add_sizes_argument(parser)
+    captioning.add_once_argument(parser)
     captioning.add_style_arguments(parser)
     add("--batch", metavar="N", type=int, default=16, help="images per forward; default %(default)s")
     add("--workers", metavar="N", type=int, default=0, help="processes that decode; default: this one alone")

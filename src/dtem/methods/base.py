@@ -38,8 +38,9 @@ class Config:
     """Settings that every method has. A method's own settings extend this."""
 
     proportional: bool | str | None = None
-    """Proportional attention: True, False, "train" (on in soft training, off at inference), or "everywhere" (True, and
-    a decoder that reads the tokens counts them by size too). None: "train" for MAE weights, True for all others."""
+    """Proportional attention: True (in the host's own blocks; a decoder that reads the tokens counts each once, as in
+    the paper), "everywhere" (the decoder counts them by size too), False, or "train" (on in soft training, off at
+    inference). None: "train" for MAE weights, "everywhere" for all others."""
 
     def __post_init__(self) -> None:
         if self.proportional not in (True, False, "train", "everywhere", None):
@@ -121,10 +122,19 @@ class Method(nn.Module):
 
     @property
     def proportional(self) -> bool:
+        return self.soft if self._proportional == "train" else bool(self._proportional)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether a decoder that reads the tokens counts them by size, too."""
+        return self._proportional == "everywhere"
+
+    @property
+    def _proportional(self) -> bool | str:
         mode = self.config.proportional
         if mode is None:
-            mode = "train" if self.host.masked else True
-        return self.soft if mode == "train" else bool(mode)
+            mode = "train" if self.host.masked else "everywhere"
+        return mode
 
     def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
         """What is added to every query's logits, by key."""
