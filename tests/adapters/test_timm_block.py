@@ -1,9 +1,11 @@
 """Attention as graphs for other runtimes hold it is the host's attention."""
 
 import pytest
+import timm
 import torch
 from timm.layers import Attention
 
+import dtem
 from dtem.adapters import timm_block
 
 
@@ -26,3 +28,30 @@ def test_turned_heads_say_what_heads_say(options: dict, biased: bool) -> None:
 def test_heads_that_are_not_plain_stay_as_they_are() -> None:
     assert timm_block._plain_heads(Attention(24, num_heads=3))
     assert not timm_block._plain_heads(Attention(24, num_heads=3, qk_norm=True, norm_layer=torch.nn.LayerNorm))
+
+
+class Wrapped(torch.nn.Linear):
+    """As adapters for fine-tuning wrap a layer: what it computes is not in its weight alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.mean(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("layer", ["qkv", "proj"])
+def test_layers_that_were_wrapped_are_called(layer: str) -> None:
+    attn = Attention(24, num_heads=3)
+    getattr(attn, layer).__class__ = Wrapped
+    assert not timm_block._plain_heads(attn)
+
+
+def test_the_shortcut_calls_a_wrapped_layer() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", img_size=32).eval()
+    model.blocks[-1].attn.qkv.__class__ = Wrapped
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        handle = dtem.patch(model, r=1)
+        expected = model(x)
+        handle.unpatch()
+        dtem.patch(model, r=1, shortcut=True)
+        torch.testing.assert_close(model(x), expected)

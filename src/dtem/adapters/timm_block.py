@@ -68,9 +68,18 @@ def _turned_heads(attn: Attention, h: Tensor, bias: Tensor | None) -> tuple[Tens
 
 
 def _plain_heads(attn: Attention) -> bool:
-    """Whether nothing stands between the linear layers and the heads."""
-    parts = (attn.q_norm, attn.k_norm, attn.norm)
-    return all(map(lean.idle, parts)) and getattr(attn, "gate", None) is None
+    """Whether nothing stands between the linear layers and the heads, and these are no more than that."""
+    between = (attn.q_norm, attn.k_norm, attn.norm)
+    return all(map(lean.idle, between)) and getattr(attn, "gate", None) is None and splits(attn) and _linear(attn.proj)
+
+
+def splits(attn: Attention) -> bool:
+    """Whether the weights of queries, keys and values can be used apart: a layer that was wrapped has others, too."""
+    return _linear(attn.qkv)
+
+
+def _linear(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear and not lean.hooked(layer)
 
 
 def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from dtem.adapters import lean
 from dtem.adapters.base import Adapter, Merger, current_trace, finish, walk
 from dtem.adapters.images import channels, check_image
 from dtem.adapters.lean import Lean
-from dtem.adapters.timm_block import attention, last_attention, mlp, usable
+from dtem.adapters.timm_block import attention, last_attention, mlp, splits, usable
 from dtem.hosts.lvvit import LvVit
 from dtem.methods.base import MASKED, full_size
 from dtem.types import DtemError, HostSpec, Tokens
@@ -114,7 +114,7 @@ class Merging:
 
     def forward(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
         short = self.dtem.shortcut and self.dtem.method.host.pooling == "prefix" and current_trace() is None
-        if short and self.dtem.active:
+        if short and self.dtem.active and splits(self.blocks[-1].attn):
             method, prefix = self.dtem.method, self.num_prefix_tokens
             layer, last = len(self.blocks) - 1, self.blocks[-1]
             x = self._embed(x, **kwargs)

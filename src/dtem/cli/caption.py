@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     model: Any = captioning.build(args)
     model.to(args.device)
     captioning.check_longest(model, style)
-    handle = common.patch(args, model, **captioning.counting(args))
+    handle = common.patch(args, model)
+    captioning.count_as_asked(args, handle)
     transform = eval_transform(resolve_data_config(model=model))  # type: ignore[no-untyped-call]
     ready = at_rates(handle, rates)
     rows = []

@@ -1,6 +1,7 @@
 """What the verbs share for captioning: the options of a captioner, building it, its contenders."""
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtem.cli.contenders import UNMERGED, known_to
@@ -39,9 +40,11 @@ def add_once_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def counting(args: argparse.Namespace) -> dict[str, bool]:
-    """Settings of the method that this option asks for."""
-    return {"proportional": True} if args.once else {}
+def count_as_asked(args: argparse.Namespace, *handles: "Handle") -> None:
+    """What that option asks for, of methods that would count by size."""
+    for handle in handles:
+        if args.once and handle.method.everywhere:
+            handle.method.config = dataclasses.replace(handle.method.config, proportional=True)
 
 
 def style(args: argparse.Namespace) -> "Style":

@@ -123,16 +123,16 @@ def image_size(text: str, option: str = "--img-size") -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def patch(args: argparse.Namespace, model: "nn.Module", **options: Any) -> "Handle":
-    """Patch `model` as the command says, with r = 0 for now; `options` are settings of the method."""
+def patch(args: argparse.Namespace, model: "nn.Module") -> "Handle":
+    """Patch `model` as the options say, with r = 0 for now."""
     import dtem
     from dtem.types import DtemError
 
     if args.adapter is None:
-        return dtem.patch(model, method=args.method or "dtem", shortcut=args.shortcut, **options)
+        return dtem.patch(model, method=args.method or "dtem", shortcut=args.shortcut)
     if args.method is not None:
         raise DtemError(f"--adapter {args.adapter} brings its own method; leave --method {args.method} out")
-    return dtem.from_pretrained(args.adapter, model, r=0, shortcut=args.shortcut, **options)
+    return dtem.from_pretrained(args.adapter, model, r=0, shortcut=args.shortcut)
 
 
 def count(handle: "Handle") -> "Count":

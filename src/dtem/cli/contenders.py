@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dtem.cli import common
 
@@ -219,12 +219,10 @@ def add_listed_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def contestants(
-    args: argparse.Namespace, host: "nn.Module", **options: Any
-) -> tuple[dict[str, "Handle"], dict[str, list[str]]]:
+def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, "Handle"], dict[str, list[str]]]:
     """Patched copies of `host` by label, and the files that each was trained on. They share the host's weights.
 
-    An adapter takes the place of its untrained method. `options` are settings of every method.
+    An adapter takes the place of its untrained method.
     """
     import dtem
     from dtem import storage
@@ -236,7 +234,7 @@ def contestants(
     for given in args.adapter:
         label, name = split_label(given)
         path = storage.locate(name, None)
-        handle = dtem.from_pretrained(path, share(host), r=0, shortcut=args.shortcut, **options)
+        handle = dtem.from_pretrained(path, share(host), r=0, shortcut=args.shortcut)
         label = label or handle.method.name
         if label in trained or label == UNMERGED:
             raise DtemError(f"--adapter {given}: {label!r} is taken; give each adapter its own label, LABEL=FILE")
@@ -248,7 +246,7 @@ def contestants(
         if method in trained and method not in served:
             raise DtemError(f"{method!r} is a method and the label of an adapter; call the adapter something else")
         if method not in served:
-            handles[method] = dtem.patch(share(host), method, shortcut=args.shortcut, **options)
+            handles[method] = dtem.patch(share(host), method, shortcut=args.shortcut)
     return {**handles, **trained}, lists
 
 

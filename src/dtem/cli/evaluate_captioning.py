@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     host: Any = captioning.build(args)
     host.to(args.device)
     captioning.check_longest(host, style)
-    handles, lists = contestants(args, host, **captioning.counting(args))
+    handles, lists = contestants(args, host)
+    captioning.count_as_asked(args, *handles.values())
     source, left_out = sources.without(captions, {name for names in lists.values() for name in names})
     if args.limit is not None:
         source = sample(source, args.limit)
