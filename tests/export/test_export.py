@@ -108,6 +108,7 @@ def test_operators_are_those_that_every_runtime_has(report, case):
     found = set(report[case]["operators"])
     assert not found.difference(EVERYWHERE)
     assert "TopK" in found
+    assert "ScatterND" in found, "a merge is not in the form that was written for files"
 
 
 def tiny() -> torch.nn.Module:

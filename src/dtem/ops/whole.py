@@ -28,7 +28,9 @@ def whole() -> Iterator[None]:
 
 
 def is_whole() -> bool:
-    """Whether a graph is being traced under `whole`."""
+    """Whether a graph is being traced under `whole`. (Dynamo, which cannot look at a context, traces none of those.)"""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return torch.compiler.is_exporting() and _whole.get()
 
 
