@@ -1,7 +1,7 @@
 """The method's equations: pure functions on tensors, one per equation.
 
-`matching` and `merging` are what runs at inference; `grouping` and `soft_merge` their relaxation in training, `pricing`
-the way to learn without it;
+`matching` and `merging` are what runs at inference (`whole`: both as one operator, for files); `grouping` and
+`soft_merge` their relaxation in training, `pricing` the way to learn without it;
 `pruning` serves the methods that drop tokens instead, `squeezing` and `clustering` other ways to merge them.
 """
 
