@@ -1,6 +1,8 @@
 """The explorer as it is served: by HTTP from many sides at once, and in a real browser."""
 
+import asyncio
 import base64
+import gc
 import io
 import json
 import shutil
@@ -24,6 +26,14 @@ from dtem.types import DtemError  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")  # gradio's and selenium's own
 PATIENCE = 90
 """Seconds that a page may take on a busy machine."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> Iterator[None]:
+    """Gradio never closes the event loops that it opens: they go here, not in whichever test comes later."""
+    yield
+    asyncio.set_event_loop(None)
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
