@@ -90,9 +90,7 @@ def pooled(args: argparse.Namespace) -> list[dict[str, Any]]:
         files = {
             ("none", "0"): "test-none-r0-beam5.json",
             ("tome", RATE): f"test-tome{mark}-r{RATE}-beam5.json",
-            **{
-                (f"dtem-seed{s}", RATE): f"test-sparse-dtem-seed{s}{mark}-r{RATE}-beam5.json" for s in range(args.seeds)
-            },
+            **{(f"dtem-seed{seed}", RATE): name for seed, name in judged(args, mark).items()},
         }
         found: dict[tuple[str, str], Written] = {}
         for who, name in files.items():
@@ -108,6 +106,16 @@ def pooled(args: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             rows.append(row)
     return rows
+
+
+def judged(args: argparse.Namespace, mark: str) -> dict[int, str]:
+    """Captions by seed, of the seeds that have captioned every fold."""
+    names = {seed: f"test-sparse-dtem-seed{seed}{mark}-r{RATE}-beam5.json" for seed in range(args.seeds)}
+    return {
+        seed: name
+        for seed, name in names.items()
+        if all((args.work / f"fold{fold}" / name).exists() for fold in range(FOLDS))
+    }
 
 
 if __name__ == "__main__":
