@@ -114,7 +114,7 @@ def captioning(rows: list[dict[str, Any]]) -> list[list[str]]:
 def captioning_folds(rows: list[dict[str, Any]]) -> list[list[str]]:
     metrics = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")
     differences = ["CIDEr against ToMe", "loss against ToMe", "CIDEr against ToMe, once"]
-    table = [["method", "counted", *metrics, "loss", *differences, "tokens", "GMACs"]]
+    table = [["method", "counted", "seeds", *metrics, "loss", *differences, "tokens", "GMACs"]]
     for row in rows:
         scores = [row[name] if isinstance(row[name], str) else f"{row[name]:.1f}" for name in metrics]
         pair, once = row.get("against_tome"), row.get("against_tome_once")
@@ -122,7 +122,8 @@ def captioning_folds(rows: list[dict[str, Any]]) -> list[list[str]]:
         gains.append(_difference(once["CIDEr"], 1) if once and row["counted"] != "once" else "")
         name = {"none": "none", "tome": "ToMe", "dtem": "DTEM"}[row["method"]]
         costs = [str(row["tokens"]), f"{row['gmacs']:.2f}"]
-        table.append([name, row.get("counted", ""), *scores, f"{row['loss']:.4f}", *gains, *costs])
+        seeds = str(row["seeds"]) if row["method"] == "dtem" else ""
+        table.append([name, row.get("counted", ""), seeds, *scores, f"{row['loss']:.4f}", *gains, *costs])
     return table
 
 
