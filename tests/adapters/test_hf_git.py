@@ -82,6 +82,18 @@ def test_steps_say_what_the_whole_caption_says(model, r):
         torch.testing.assert_close(logits, whole[:, handle.tokens[-1] + index], rtol=1e-4, atol=1e-4)
 
 
+def test_the_cache_knows_its_tokens_in_a_tuple_too(model):
+    dtem.patch(model, r=R)
+    words = prompt(length=2)
+    with torch.no_grad():
+        whole = model(input_ids=words, pixel_values=pictures(), use_cache=False).logits[:, -1]
+        cache = transformers.DynamicCache(config=model.config)
+        given = {"past_key_values": cache, "use_cache": True, "return_dict": False}
+        model(input_ids=words[:, :1], pixel_values=pictures(), **given)
+        step = model(input_ids=words[:, 1:], position_ids=torch.tensor([[1]]), **given)[0][:, -1]
+    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", ["dtem", "ats"])
 def test_an_image_alone_is_captioned_as_in_a_batch(model, method):
     dtem.patch(model, method, R)

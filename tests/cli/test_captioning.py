@@ -70,6 +70,8 @@ def test_caption_prints_captions_at_each_r(folder, capsys):
         (["eval", "--task", "captioning", "--model", "MODEL", "--data", "nothing.json"], "no file of captions"),
         (["caption", "MODEL/config.json", "--model", "MODEL"], "cannot be read as an image"),
         (["caption", "IMAGE", "--model", "MODEL", "--beams", "0"], "beams = 0"),
+        (["caption", "IMAGE", "--model", "MODEL", "--r", "t0.5"], "--r t0.5: thresholds do not go with captioning"),
+        (["eval", "--task", "captioning", "--model", "x", "--data", "y", "--out", "IMAGE"], "cannot be made a folder"),
         (["caption", "IMAGE", "--model", "MODEL/nothing"], "cannot be loaded as a captioner"),
         (["caption", "IMAGE", "--model", "BROKEN"], "cannot be loaded as a captioner"),
         (["caption", "IMAGE", "--model", "MODEL", "--longest", "9999"], "--longest 9999 is more than"),

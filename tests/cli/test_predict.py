@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -135,6 +136,36 @@ def test_other_images_of_the_same_names_are_another_run(folder: Path, tmp_path, 
     assert "differs in images" in capsys.readouterr().err
     Image.new("RGB", (40, 40), (0, 90, 0)).save(tmp_path / "a" / "day" / "1.png")
     assert main(command(folder, out, f"{tmp_path}/a/day")) == 2
+
+
+@pytest.mark.parametrize("scheme", ["timm:folder/", "hf:"])
+def test_so_are_those_that_a_library_reads(scheme: str, folder: Path, tmp_path, capsys, monkeypatch) -> None:
+    if scheme == "hf:":
+        pytest.importorskip("datasets", reason="datasets is not installed")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for place, number in (("a", 0), ("b", 1)):
+        (tmp_path / place / "same" / "0").mkdir(parents=True)
+        (tmp_path / place / "same" / "0" / "0.png").write_bytes((folder / "images" / f"{number}.png").read_bytes())
+    runs = [command(folder, tmp_path / "p.parquet", f"{scheme}{tmp_path}/{place}/same") for place in ("a", "b")]
+    assert main(runs[0]) == 0
+    assert main(runs[0]) == 0
+    assert main(runs[1]) == 2
+    assert re.search("it differs in (data, )?images", capsys.readouterr().err)
+
+
+def test_no_name_stops_a_run(folder: Path, tmp_path) -> None:
+    """A link to nothing, bytes that are no UTF-8, a class that is a date, brackets."""
+    images = tmp_path / "images" / "20240115123000"
+    images.mkdir(parents=True)
+    whole = (folder / "images" / "0.png").read_bytes()
+    (images / "a[red].png").write_bytes(whole)
+    (images / "b\udcff.png").write_bytes(whole)
+    (images / "c.png").symlink_to(tmp_path / "nowhere")
+    assert main(command(folder, tmp_path / "p.parquet", str(images.parent))) == 0
+    table = parquet.read_table(tmp_path / "p.parquet")
+    assert [Path(name).name for name in table["name"].to_pylist()] == ["a[red].png", "b\\xff.png", "c.png"]
+    assert table["label"].to_pylist()[:2] == [20240115123000] * 2
+    assert [error is None for error in table["error"].to_pylist()] == [True, True, False]
 
 
 def test_what_a_killed_run_left_is_cleared(folder: Path, tmp_path) -> None:

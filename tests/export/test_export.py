@@ -150,6 +150,33 @@ def test_models_of_transformers_are_not_exported(tmp_path, capsys) -> None:
     assert "models of transformers are not exported" in capsys.readouterr().err
 
 
+def test_models_that_are_not_float32_are_not_exported(tmp_path) -> None:
+    handle = dtem.patch(tiny().bfloat16(), r=2)
+    with pytest.raises(DtemError, match=r"not torch\.bfloat16 on cpu"):
+        export.write(handle, tmp_path / "a.onnx", "onnx", [torch.zeros(1, 3, 32, 32)])
+
+
+def test_torchs_own_exporter_takes_the_translations(tmp_path) -> None:
+    from dtem.export import onnx, operators
+
+    model = tiny().eval()
+    dtem.patch(model, r=2)
+    images = torch.randn(2, 3, 32, 32)
+    table = operators.table()
+    torch.onnx.export(
+        model,
+        (images,),
+        tmp_path / "a.onnx",
+        dynamo=True,
+        input_names=[onnx.INPUT],
+        output_names=[onnx.OUTPUT],
+        custom_translation_table=table,
+        verbose=False,
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(onnx.runner(tmp_path / "a.onnx")(images), model(images), rtol=1e-4, atol=1e-5)
+
+
 def test_soft_merging_is_no_file(tmp_path) -> None:
     handle = dtem.patch(tiny(), r=2)
     handle.mode = "soft"

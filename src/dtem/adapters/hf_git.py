@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GitForCausalLM, GitModel, GitVisionModel
+from transformers import Cache, GitForCausalLM, GitModel, GitVisionModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git.modeling_git import GitEncoder, GitSelfAttention
 
@@ -144,7 +144,8 @@ def _exchanges(forward: Callable[..., Any]) -> Callable[..., Any]:
             rebind(self)
         with _exchanging(kwargs.get("past_key_values")) as exchange:
             outputs = forward(self, *args, **kwargs)
-            cache = getattr(outputs, "past_key_values", None)
+            parts = outputs if isinstance(outputs, tuple) else outputs.values()
+            cache = next((part for part in parts if isinstance(part, Cache)), None)
             if cache is not None and exchange.handed is not None:
                 setattr(cache, KEPT, exchange.handed)
             return outputs

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from dtem.tasks.classification.data import eval_transform
 
     check_counts(args)
-    style, rates = captioning.style(args), common.schedules(args.r)
+    style, rates = captioning.style(args), captioning.rates(args)
     pictures = [_open(path) for path in args.images]
     args.shortcut = False
     model: Any = captioning.build(args)

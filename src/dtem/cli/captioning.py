@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dtem.cli import common
 from dtem.cli.contenders import UNMERGED, known_to
 
 if TYPE_CHECKING:
@@ -45,6 +46,18 @@ def count_as_asked(args: argparse.Namespace, *handles: "Handle") -> None:
     for handle in handles:
         if args.once and handle.method.everywhere:
             handle.method.config = dataclasses.replace(handle.method.config, proportional=True)
+
+
+def rates(args: argparse.Namespace) -> list[str]:
+    """The schedules of --r, of which each must say how many tokens the decoder gets."""
+    from dtem import schedule
+    from dtem.types import DtemError
+
+    specs = common.schedules(args.r)
+    for spec in specs:
+        if isinstance(schedule.parse(spec), schedule.Threshold | schedule.Adaptive):
+            raise DtemError(f"--r {spec}: thresholds do not go with captioning; give a number, such as 13")
+    return specs
 
 
 def style(args: argparse.Namespace) -> "Style":

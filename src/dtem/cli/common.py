@@ -20,9 +20,9 @@ CONVENTIONS = {
 }
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that every verb on a model takes."""
-    parser.add_argument("model", metavar="MODEL", help="timm name, e.g. deit_small_patch16_224, or hf:NAME or a folder")
+def add_model_arguments(parser: argparse.ArgumentParser, others: str = ", or hf:NAME or a folder") -> None:
+    """Options that every verb on a model takes; `others`: what it may be beside timm's."""
+    parser.add_argument("model", metavar="MODEL", help=f"timm name, e.g. deit_small_patch16_224{others}")
     parser.add_argument(
         "--method", metavar="NAME", help="default dtem (untrained it merges as tome does); docs/methods.md has them all"
     )
@@ -179,7 +179,7 @@ def show(args: argparse.Namespace, document: Any, *parts: Any) -> None:
     from rich.console import Console
 
     # Into a file or pipe, tables keep their width instead of being squeezed into 80 columns.
-    console = Console(file=args.stdout, width=None if args.stdout.isatty() else 160, highlight=False)
+    console = Console(file=args.stdout, width=None if args.stdout.isatty() else 160, markup=False, highlight=False)
     for part in parts:
         console.print(part)
 

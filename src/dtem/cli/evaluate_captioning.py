@@ -7,6 +7,7 @@ of a paired bootstrap over images. The metrics are those of the COCO caption eva
 import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,13 @@ def run(args: argparse.Namespace) -> int:
     from dtem.tasks.classification.evaluate import evaluating, sample
 
     check_counts(args, batch=1, workers=0, limit=1)
-    metric.check()
-    style, rates = captioning.style(args), common.schedules(args.r)
+    if args.out is not None:
+        folder(args.out)
+    missing = metric.check()
+    for reason in dict.fromkeys(missing.values()):
+        names = ", ".join(name for name in missing if missing[name] == reason)
+        print(f"{names} {reason}: {metric.HELP[reason]}", file=sys.stderr)
+    style, rates = captioning.style(args), captioning.rates(args)
     captions = open_captions(args.data)
     args.shortcut = False
     host: Any = captioning.build(args)

@@ -37,7 +37,7 @@ JUDGED = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this verb."""
-    common.add_model_arguments(parser)
+    common.add_model_arguments(parser, others="")
     parser.set_defaults(r="13")
     common.add_weight_arguments(parser)
     add = parser.add_argument
@@ -137,7 +137,8 @@ def images(
         wanted = JUDGED if args.int8 else CHECKED
     source = evaluate.sample(source, wanted)
     transform = data.eval_transform(preparation)
-    loader = data.Loader(source, transform, CHECKED)
+    classes = getattr(handle.model, "num_classes", None) if args.int8 else None
+    loader = data.Loader(source, transform, CHECKED, classes=classes)
     left = wanted
     for batch in loader.epoch(0):
         yield batch.images[:left], batch.labels[:left] if source.labelled else None
@@ -152,7 +153,7 @@ def labels(args: argparse.Namespace, host: "nn.Module") -> list[str] | None:
 
     if args.labels is not None:
         try:
-            names = Path(args.labels).read_text(encoding="utf-8").splitlines()
+            names = Path(args.labels).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DtemError(f"--labels {args.labels} cannot be read: {error}") from error
         if len(names) != (classes := getattr(host, "num_classes", len(names))):

@@ -127,21 +127,26 @@ def identity(args: argparse.Namespace, source: "Source") -> dict[str, Any]:
         given = getattr(args, name)
         held[name] = record.data_hash(given) if given is not None and os.path.isfile(given) else given
     held["data"] = record.plain_command(["", args.data])[1]
-    held["images"] = _fingerprint(args.data, source)
+    held["images"] = _fingerprint(source)
     return held
 
 
-def _fingerprint(spec: str, source: "Source") -> str:
+def _fingerprint(source: "Source") -> str:
     """Of the images: where they are, their names, and of files their sizes and times."""
-    from dtem.tasks.classification.sources import Folder
+    files = source.files
+    where = sorted({os.path.realpath(folder) for folder in {os.path.dirname(file) for file in files}})
+    return hashlib.sha256(
+        repr((where, list(source.names or ()), list(map(_stamp, files)))).encode(errors="surrogatepass")
+    ).hexdigest()
 
-    names = source.names or ()
-    files: list[str] = list(getattr(source, "paths", ()))  # shards
-    where = ""
-    if isinstance(source, Folder):
-        where, files = os.path.realpath(spec), [str(source.root / name) for name in names]
-    stats = [(os.path.basename(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((where, list(names), stats)).encode(errors="surrogatepass")).hexdigest()
+
+def _stamp(file: str) -> tuple[str, int, int]:
+    """Name, size and time; a file that is not there will be a row with its error."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return os.path.basename(file), -1, -1
+    return os.path.basename(file), found.st_size, found.st_mtime_ns
 
 
 def _lines(document: dict[str, Any], unreadable: dict[str, str]) -> list[str]:

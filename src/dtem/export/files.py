@@ -57,6 +57,13 @@ def write(
     """
     path = Path(path)
     _demand(path, form, int8)
+    if handle.merger.family.startswith("hf"):
+        raise DtemError(f"{handle.host.name}: models of transformers are not exported; give a timm model")
+    strange = {f"{part.dtype} on {part.device}" for part in handle.model.parameters()} - {"torch.float32 on cpu"}
+    if strange:
+        raise DtemError(
+            f"a file is written from float32 on the CPU, not {', '.join(sorted(strange))}: model.float().cpu()"
+        )
     if handle.mode != "hard":
         raise DtemError("a file holds hard merging; set handle.mode = 'hard' first")
     held = describe(handle, labels, notes or {})

@@ -54,6 +54,10 @@ def test_json_lines(tmp_path):
     lines = [{"image": "2.png", "captions": ["x", "y"]}, {"image": "3.png", "caption": "z"}]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     assert [item.captions for item in open_captions(str(file)).items] == [("x", "y"), ("z",)]
+    kept = json.dumps({"image": "2.png", "caption": "a dog\u2028runs"}, ensure_ascii=False)
+    file.write_text(f"\ufeff{kept}\r\n", encoding="utf-8")
+    assert [item.captions for item in open_captions(str(file)).items] == [("a dog\u2028runs",)]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(DtemError, match=r"none of the 2 images.*images=DIR"):
         open_captions(f"{file}?images={tmp_path / 'elsewhere'}")

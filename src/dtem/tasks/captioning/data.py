@@ -95,7 +95,7 @@ def _folder(file: Path, given: str | None) -> Path:
 
 def _read(path: Path) -> Iterator[Item]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DtemError(f"{path} cannot be read as text: {error}") from error
     try:
@@ -106,8 +106,8 @@ def _read(path: Path) -> Iterator[Item]:
                 raise TypeError("neither a list of images nor an object that has one as 'images'")
             return iter([_item(entry) for entry in entries])
         if path.suffix == ".jsonl":
-            return iter([_item(json.loads(line)) for line in text.splitlines() if line.strip()])
-        return iter([_token_line(line) for line in text.splitlines() if line.strip()])
+            return iter([_item(json.loads(line)) for line in text.split("\n") if line.strip()])
+        return iter([_token_line(line) for line in text.split("\n") if line.strip()])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise DtemError(f"{path} is damaged or of another form: {reason}") from error

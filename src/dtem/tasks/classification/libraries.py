@@ -79,6 +79,12 @@ class _Timm(Source):
         return str(named) if named else f"{index:08d}"
 
     @property
+    def files(self) -> Sequence[str]:
+        if self.reader is None:
+            return ()
+        return [str(self.dataset.filename(index, absolute=True)) for index in range(len(self.dataset))]
+
+    @property
     def names(self) -> Sequence[str]:
         return [self.name(index) for index in range(len(self.dataset))]
 
@@ -188,13 +194,21 @@ class _HuggingFace(Source):
 
     @property
     def names(self) -> Sequence[str]:
+        return [row_name(index, path) for index, path in enumerate(self._paths())]
+
+    def _paths(self) -> Iterator[str | None]:
         """From the table alone: the images' bytes stay on disk."""
         column = self.dataset.select_columns([self.columns.image]).with_format("arrow")[:].column(0)
-        paths = itertools.chain.from_iterable(chunk.field("path").to_pylist() for chunk in column.chunks)
-        return [row_name(index, path) for index, path in enumerate(paths)]
+        return itertools.chain.from_iterable(chunk.field("path").to_pylist() for chunk in column.chunks)
 
     def name(self, index: int) -> str:
         return row_name(index, None)
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The tables, and the images that they only point at."""
+        paths = [path for path in self._paths() if path and os.path.isabs(path)]
+        return [*(table["filename"] for table in self.dataset.cache_files), *paths]
 
     @property
     def labels(self) -> Sequence[int] | None:

@@ -120,10 +120,17 @@ def answers(
 
 def _row(numbered: str, **found: Any) -> Row:
     position, _, name = numbered.partition("\t")
-    row: Row = {**dict.fromkeys(COLUMNS), "position": int(position), "name": name, **found}
+    row: Row = {**dict.fromkeys(COLUMNS), "position": int(position), "name": _text(name), **found}
+    if row["error"] is not None:
+        row["error"] = _text(row["error"])
     if row["classes"] is not None:
         row["class"], row["probability"] = row["classes"][0], row["probabilities"][0]
     return row
+
+
+def _text(name: str) -> str:
+    """The name in UTF-8, which Parquet holds: bytes that are none are written as escapes."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 class Share(Source):
@@ -167,6 +174,7 @@ class Parts:
         self.run = dict(run)
         self._rank = rank
         self._written = 0
+        arrow()  # before any work is done
         if file.is_dir():
             raise DtemError(f"{file} is a folder; name a file in it, such as {file / 'preds.parquet'}")
         self.finished = file.is_file() and self._same(_metadata(file), file)
@@ -175,7 +183,7 @@ class Parts:
             return
         if next(self.folder.glob("*.parquet"), None) is not None:  # of a run that came to nothing, nothing is kept
             note = self.folder / "run.json"
-            self._same(json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None, self.folder)
+            self._same(_noted(note), self.folder)
         for table in self._tables(("position",)):
             self.done.update(table.column("position").to_pylist())
 
@@ -229,6 +237,14 @@ class Parts:
         return (_read(path, columns) for path in sorted(self.folder.glob("*.parquet")))
 
 
+def _noted(note: Path) -> Any:
+    """What a folder's note says of its run; None where there is none."""
+    try:
+        return json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+    except ValueError as error:
+        raise DtemError(f"{note} is damaged: {error}. Remove {note.parent} and run again") from error
+
+
 def arrow() -> Any:
     """pyarrow, or the way to get it."""
     try:
@@ -244,7 +260,7 @@ def _schema() -> Any:
     kinds: dict[str, Callable[[], Any]] = {
         "position": pa.int64,
         "name": pa.string,
-        "label": pa.int32,
+        "label": pa.int64,
         "class": pa.int32,
         "class_name": pa.string,
         "probability": pa.float32,

@@ -8,7 +8,7 @@ import glob
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Shards(Source):
         if first is None:
             raise DtemError(f"{spec}: no images in {self.paths[0]}; looked for {', '.join(EXTENSIONS)}")
         self.labelled = first.label != UNLABELLED
+
+    @property
+    def files(self) -> Sequence[str]:
+        return self.paths
 
     def stream(self, seed: int | None, epoch: int) -> Iterator[Record]:
         if seed is None:

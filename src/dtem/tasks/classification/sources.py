@@ -67,6 +67,11 @@ class Source:
         """Label of each image by index, where that is known without reading them."""
         return None
 
+    @property
+    def files(self) -> Sequence[str]:
+        """Files on this machine that hold the images: when one of them changes, so have the images."""
+        return ()
+
     def name(self, index: int) -> str:
         """What to call the image at `index` in a message, even if it cannot be read."""
         return self.names[index] if self.names is not None else f"image {index} of {self.spec}"
@@ -135,6 +140,10 @@ class Folder(Source):
     @property
     def labels(self) -> Sequence[int]:
         return self._labels
+
+    @property
+    def files(self) -> Sequence[str]:
+        return [str(self.root / name) for name in self._names]
 
 
 def _labels(classes: list[str]) -> Iterator[tuple[int, str]]:
