@@ -30,6 +30,33 @@ def test_heads_that_are_not_plain_stay_as_they_are() -> None:
     assert not timm_block._plain_heads(Attention(24, num_heads=3, qk_norm=True, norm_layer=torch.nn.LayerNorm))
 
 
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("prefix", [1, 2])
+def test_absorbed_heads_say_what_heads_say(options: dict, biased: bool, prefix: int) -> None:
+    torch.manual_seed(0)
+    attn = Attention(24, num_heads=3, **options).double().eval()
+    for parameter in attn.parameters():
+        torch.nn.init.normal_(parameter)
+    h = torch.randn(2, 7, 24, dtype=torch.float64)
+    bias = torch.randn(2, 7, dtype=torch.float64) if biased else None
+    expected = timm_block._prefix_heads(attn, prefix, h, bias)
+    torch.testing.assert_close(timm_block._absorbed_heads(attn, prefix, h, bias), expected)
+    y, _ = timm_block._heads(attn, None, h, bias)
+    torch.testing.assert_close(expected.transpose(1, 2).reshape(2, prefix, -1), y[:, :prefix])
+
+
+def test_the_shortcut_drops_attention_out_as_the_host_does() -> None:
+    """Keys and values are not absorbed where single probabilities are dropped: then they no longer add up to one."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", img_size=32, attn_drop_rate=0.5).train()
+    block, x = model.blocks[-1], torch.randn(2, 5, model.embed_dim)
+    torch.manual_seed(1)
+    y = timm_block._prefix_heads(block.attn, 1, block.norm1(x), None).transpose(1, 2).reshape(2, 1, -1)
+    torch.manual_seed(1)
+    torch.testing.assert_close(timm_block.last_attention(block, 1, x, None), x[:, :1] + block.attn.proj(y))
+
+
 class Wrapped(torch.nn.Linear):
     """As adapters for fine-tuning wrap a layer: what it computes is not in its weight alone."""
 

@@ -86,6 +86,13 @@ def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) ->
     """The attention half for the prefix tokens only: all that a class-token head reads of the last block."""
     attn = block.attn
     h = block.norm1(x)
+    heads = _absorbed_heads if _plain_heads(attn) and not _dropout(attn) else _prefix_heads
+    y = heads(attn, prefix, h, bias).transpose(1, 2).reshape(x.shape[0], prefix, -1)
+    return _after_heads(block, None, x[:, :prefix], h[:, :prefix], y)
+
+
+def _prefix_heads(attn: Attention, prefix: int, h: Tensor, bias: Tensor | None) -> Tensor:
+    """What the heads tell the prefix tokens, (b, h, prefix, d)."""
     batch, count, _ = h.shape
     split = attn.num_heads * attn.head_dim
     weight, qkv_bias = attn.qkv.weight, attn.qkv.bias
@@ -94,9 +101,23 @@ def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) ->
     kv = nn.functional.linear(h, weight[split:], kv_bias)
     q = q.view(batch, prefix, attn.num_heads, attn.head_dim).transpose(1, 2)
     k, v = kv.view(batch, count, 2, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    y = ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, _dropout(attn))
-    y = y.transpose(1, 2).reshape(batch, prefix, -1)
-    return _after_heads(block, None, x[:, :prefix], h[:, :prefix], y)
+    return ops.attend(attn.q_norm(q), attn.k_norm(k), v, bias, attn.scale, _dropout(attn))
+
+
+def _absorbed_heads(attn: Attention, prefix: int, h: Tensor, bias: Tensor | None) -> Tensor:
+    """The same of plain heads, without keys and values: q (h Wk)ᵀ = (q Wkᵀ) hᵀ and p (h Wv) = (p h) Wv, so that every
+    head asks the tokens themselves. The bias of the keys adds the same to all logits of a query, and is left out."""
+    batch, _, width = h.shape
+    heads, split = attn.num_heads, attn.num_heads * attn.head_dim
+    q_bias, v_bias = (None, None) if attn.qkv.bias is None else (attn.qkv.bias[:split], attn.qkv.bias[2 * split :])
+    k_weight, v_weight = attn.qkv.weight[split:].view(2, heads, attn.head_dim, width).unbind(0)
+    q = nn.functional.linear(h[:, :prefix], attn.qkv.weight[:split], q_bias)
+    asked = q.reshape(-1, heads, attn.head_dim).transpose(0, 1) @ k_weight
+    asked = asked.view(heads, batch, prefix, width).transpose(0, 1).reshape(batch, 1, -1, width)
+    seen = ops.attend(asked, h.unsqueeze(1), h.unsqueeze(1), bias, attn.scale)
+    seen = seen.view(batch, heads, prefix, width).transpose(0, 1).reshape(heads, -1, width)
+    y = (seen @ v_weight.transpose(1, 2)).view(heads, batch, prefix, -1).transpose(0, 1)
+    return y if v_bias is None else y + v_bias.view(heads, 1, -1)
 
 
 def _after_heads(block: Block, space: Lean | None, x: Tensor | None, h: Tensor, y: Tensor) -> Tensor:
