@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--model", default="deit_small_patch16_224")
     parser.add_argument("--cases", default="1x1,1x0,16x0", help="batch x threads, with commas; 0: onnxruntime's own")
     parser.add_argument("--r", default="13,16")
-    parser.add_argument("--rounds", type=int, default=0, help="default 7, and 15 at batch 1")
+    parser.add_argument("--rounds", type=int, default=0, help="default 7, and 31 at batch 1")
     parser.add_argument("--files", type=Path, help="folder for the files; those that are there are used as they are")
     common.add_arguments(parser)
     args = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
         rows = []
         for case in args.cases.split(","):
             batch, threads = map(int, case.split("x"))
-            rounds = args.rounds or (15 if batch == 1 else 7)
+            rounds = args.rounds or (31 if batch == 1 else 7)
             seconds = time_all(args.model, folder, rates, torch.randn(batch, *image), threads, rounds)
             over = min((OWN, PLAIN), key=lambda name: statistics.median(seconds[name]))
             for r in rates:

@@ -20,7 +20,7 @@ class DecoupledEmbedding(nn.Sequential):
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch d"]:
         """Embed each token. (As one flat matrix: for more dimensions torch may choose a slower product.)"""
         z: Tensor = super().forward(x.flatten(0, -2))  # type: ignore[no-untyped-call]
-        return z.view(*x.shape[:-1], -1)
+        return z.view(*x.shape[:-1], z.shape[-1])
 
     @property
     def affine(self) -> nn.Linear | None:

@@ -1,5 +1,6 @@
 """`dtem app`: what it offers and refuses; tests/app has the explorer itself."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def test_it_is_offline_and_for_this_machine_alone(capsys: pytest.CaptureFixture[
     assert [model.name for model in Served.last.models] == ["mnist_vit"]
     assert (Served.last.host, Served.last.port) == ("127.0.0.1", None)
     assert "http://127.0.0.1:7860/" in capsys.readouterr().err
+
+
+def test_json_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["app", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"url": "http://127.0.0.1:7860/", "models": ["mnist_vit"]}
 
 
 def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,11 +64,30 @@ def test_caption_prints_captions_at_each_r(folder, capsys):
     assert "0.png" in capsys.readouterr().out
 
 
+def test_caption_turns_a_photograph_upright(folder, capsys, tmp_path, monkeypatch):
+    """As the camera was held: its files say so in EXIF."""
+    from PIL import Image
+
+    from dtem.tasks.captioning import evaluate
+
+    picture = Image.open(folder / "images" / "0.png").convert("RGB")
+    picture.save(tmp_path / "upright.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees to the right to look at it
+    picture.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
+    seen = []
+    monkeypatch.setattr(evaluate, "write", lambda model, images, style: seen.append(images) or ["a"])
+    command = ["caption", str(tmp_path / "upright.png"), str(tmp_path / "turned.png"), "--r", "0", "--json"]
+    assert main([*command, "--model", str(folder / "model")]) == 0
+    assert seen[0].equal(seen[1])
+    assert not seen[0].equal(seen[0].rot90(dims=(2, 3)))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["eval", "--task", "captioning", "--model", "MODEL", "--data", "nothing.json"], "no file of captions"),
-        (["caption", "MODEL/config.json", "--model", "MODEL"], "cannot be read as an image"),
+        (["caption", "MODEL/config.json", "--model", "MODEL"], "config.json is no image file that can be read"),
         (["caption", "IMAGE", "--model", "MODEL", "--beams", "0"], "beams = 0"),
         (["caption", "IMAGE", "--model", "MODEL", "--r", "t0.5"], "--r t0.5: thresholds do not go with captioning"),
         (["eval", "--task", "captioning", "--model", "x", "--data", "y", "--out", "IMAGE"], "cannot be made a folder"),

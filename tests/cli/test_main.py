@@ -1,10 +1,14 @@
 """The command itself: what it loads, what it prints where, and how it fails."""
 
+import argparse
 import ast
+import concurrent.futures
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -121,6 +125,28 @@ def test_a_bug_is_not_hidden(verb: types.ModuleType) -> None:
     verb.run = raising(ValueError("not the user's fault"))
     with pytest.raises(ValueError, match="not the user's fault"):
         cli.main(["fake"])
+
+
+def test_told_to_end_it_cleans_up(verb: types.ModuleType, tmp_path: Path) -> None:
+    def run(args: argparse.Namespace) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            assert list(tmp_path.iterdir())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    verb.run = run
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["fake"])
+    assert ended.value.code == 143
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_it_runs_outside_the_main_thread(verb: types.ModuleType) -> None:
+    verb.run = lambda args: 7
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert pool.submit(cli.main, ["fake"]).result() == 7
 
 
 def test_interrupt_ends_with_130(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

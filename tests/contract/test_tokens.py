@@ -157,6 +157,14 @@ def test_hard_merging_trains_the_host(name, method):
         assert (grads[key].abs().max() > 0) == (gradient.abs().max() > 0), key
 
 
+@every([name for name in TIMM if name != "dinov2_registers"])  # which refuses it itself
+def test_no_images_are_a_batch_too(name, method):
+    """Servers drain queues; the host takes a batch of none."""
+    model, _ = patched(name, method)
+    with torch.no_grad():
+        assert ask(model, images(name, batch=0)).shape == ask(fresh(name), images(name, batch=0)).shape
+
+
 @every(TIMM)
 def test_shortcut_is_exact(name, method):
     model, handle = patched(name, method)

@@ -32,8 +32,14 @@ def exported(form: str, name: str, method: str, folder: str) -> dict:
             differences[str(batch)] = float((run(x) - model(x)).abs().max())
         flat = torch.zeros(2, *handle.host.image)  # every patch alike: ties everywhere
         differences["ties"] = float((run(flat) - model(flat)).abs().max())
+    quantised = None
+    if form == "onnx":
+        onnx.quantise(path, path.with_suffix(".int8.onnx"))
+        found, expected = onnx.runner(path.with_suffix(".int8.onnx"))(flat), run(flat)
+        quantised = float((found - expected).abs().max() / expected.abs().max())
     return {
         "differences": differences,
+        "quantised": quantised,
         "metadata": read[form](path),
         "operators": written.operators,
         "agreement": dataclasses.asdict(written.agreement),

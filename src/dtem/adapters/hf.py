@@ -30,7 +30,7 @@ def heads(attn: nn.Module, h: Tensor, bias: Tensor | None, scale: float, dropout
     shape = (*h.shape[:2], -1, attn.head_dim)
     q, k, v = (project(h).view(shape).transpose(1, 2) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
     y = ops.attend(q, k, v, bias, scale, dropout if attn.training else 0.0)
-    return y.transpose(1, 2).reshape(*h.shape[:2], -1), Taps(h, q, k, v, scale)
+    return y.transpose(1, 2).flatten(2), Taps(h, q, k, v, scale)
 
 
 @torch.no_grad()

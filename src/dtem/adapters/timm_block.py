@@ -38,7 +38,7 @@ def _heads(attn: Attention, space: Lean | None, h: Tensor, bias: Tensor | None) 
     qkv = attn.qkv(h) if space is None else space.linear(attn.qkv, h)
     q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
-    y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).reshape(batch, count, -1)
+    y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).flatten(2)
     return y, Taps(h, q, k, v, attn.scale)
 
 
@@ -56,14 +56,14 @@ def _turned_heads(attn: Attention, h: Tensor, bias: Tensor | None) -> tuple[Tens
 
     def heads(part: slice, added: Tensor | None) -> Tensor:
         y = linear(h.transpose(0, 1), attn.qkv.weight[part], added)
-        return y.view(count, batch, attn.num_heads, -1).permute(1, 2, 0, 3)
+        return y.view(count, batch, attn.num_heads, attn.head_dim).permute(1, 2, 0, 3)
 
     q, k, v = (heads(part, added) for part, added in zip(parts, (q_bias, None, None), strict=True))
     taps, proj_bias = Taps(h, q, k, v, attn.scale), attn.proj.bias
     if k_bias is not None and v_bias is not None:
         whole_k, whole_v = (y + part.view(attn.num_heads, 1, -1) for y, part in ((k, k_bias), (v, v_bias)))
         taps, proj_bias = taps._replace(k=whole_k, v=whole_v), linear(v_bias, attn.proj.weight, attn.proj.bias)
-    y = ops.attend(q, k, v, bias, attn.scale).transpose(1, 2).reshape(batch, count, -1)
+    y = ops.attend(q, k, v, bias, attn.scale).transpose(1, 2).flatten(2)
     return linear(y, attn.proj.weight, proj_bias), taps
 
 
@@ -87,7 +87,7 @@ def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) ->
     attn = block.attn
     h = block.norm1(x)
     heads = _absorbed_heads if _plain_heads(attn) and not _dropout(attn) else _prefix_heads
-    y = heads(attn, prefix, h, bias).transpose(1, 2).reshape(x.shape[0], prefix, -1)
+    y = heads(attn, prefix, h, bias).transpose(1, 2).flatten(2)
     return _after_heads(block, None, x[:, :prefix], h[:, :prefix], y)
 
 
@@ -112,11 +112,11 @@ def _absorbed_heads(attn: Attention, prefix: int, h: Tensor, bias: Tensor | None
     q_bias, v_bias = (None, None) if attn.qkv.bias is None else (attn.qkv.bias[:split], attn.qkv.bias[2 * split :])
     k_weight, v_weight = attn.qkv.weight[split:].view(2, heads, attn.head_dim, width).unbind(0)
     q = nn.functional.linear(h[:, :prefix], attn.qkv.weight[:split], q_bias)
-    asked = q.reshape(-1, heads, attn.head_dim).transpose(0, 1) @ k_weight
-    asked = asked.view(heads, batch, prefix, width).transpose(0, 1).reshape(batch, 1, -1, width)
+    asked = q.view(batch * prefix, heads, attn.head_dim).transpose(0, 1) @ k_weight
+    asked = asked.view(heads, batch, prefix, width).transpose(0, 1).flatten(1, 2).unsqueeze(1)
     seen = ops.attend(asked, h.unsqueeze(1), h.unsqueeze(1), bias, attn.scale)
-    seen = seen.view(batch, heads, prefix, width).transpose(0, 1).reshape(heads, -1, width)
-    y = (seen @ v_weight.transpose(1, 2)).view(heads, batch, prefix, -1).transpose(0, 1)
+    seen = seen.view(batch, heads, prefix, width).transpose(0, 1).flatten(1, 2)
+    y = (seen @ v_weight.transpose(1, 2)).view(heads, batch, prefix, attn.head_dim).transpose(0, 1)
     return y if v_bias is None else y + v_bias.view(heads, 1, -1)
 
 

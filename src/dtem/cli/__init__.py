@@ -9,8 +9,9 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dtem._version import __version__
 from dtem.cli import tasks
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command = ["dtem", *argv]
     args.stdout = sys.stdout  # for the result alone: whatever else is printed goes to stderr
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _cleaning_up():
             code: int = args.run(args)
         args.stdout.flush()
         return code
@@ -99,3 +100,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less, …) has what it wanted. Python flushes stdout once more at exit: let it go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), args.stdout.fileno())
         return 141
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """A command that is told to end (SIGTERM) ends as one that is interrupted: what it was writing does not stay."""
+
+    def end(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not in the main thread, which alone can do that
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

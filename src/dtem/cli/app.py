@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtem.cli import show
+from dtem.cli import common, show
 
 if TYPE_CHECKING:
     from dtem.app.explorer import Model
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     models = offered(args)
     running = server.launch(models, args.host, args.port, browser=args.browser, wait=False)
     print(f"The explorer is at {running.local_url} (stop it with Ctrl-C).", file=sys.stderr)
+    common.show(args, {"url": running.local_url, "models": [model.name for model in models]})
+    args.stdout.flush()  # whoever started this waits for the address, not for the end
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"--host {args.host}: others on your network can use it too.", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that uploads are deleted then, too

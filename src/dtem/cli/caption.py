@@ -38,10 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
     from dtem.tasks.captioning.evaluate import at_rates, write
     from dtem.tasks.classification.data import eval_transform
+    from dtem.tasks.classification.pictures import open_image
 
     check_counts(args)
     style, rates = captioning.style(args), captioning.rates(args)
-    pictures = [_open(path) for path in args.images]
+    pictures = [open_image(path) for path in args.images]
     args.shortcut = False
     model: Any = captioning.build(args)
     model.to(args.device)
@@ -63,14 +64,3 @@ def run(args: argparse.Namespace) -> int:
     )
     common.show(args, rows, table)
     return 0
-
-
-def _open(path: str) -> Any:
-    from dtem.tasks.classification.data import decode
-    from dtem.types import DtemError
-
-    try:
-        with open(path, "rb") as file:
-            return decode(file.read())
-    except Exception as error:  # Pillow raises errors of every kind
-        raise DtemError(f"{path} cannot be read as an image: {error}") from error

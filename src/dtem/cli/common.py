@@ -20,8 +20,9 @@ CONVENTIONS = {
 }
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, others: str = ", or hf:NAME or a folder") -> None:
-    """Options that every verb on a model takes; `others`: what it may be beside timm's."""
+def add_model_arguments(parser: argparse.ArgumentParser, fixed: bool = False) -> None:
+    """Options that every verb on a model takes; `fixed`: a timm model at one r."""
+    others = "" if fixed else ", or hf:NAME or a folder"
     parser.add_argument("model", metavar="MODEL", help=f"timm name, e.g. deit_small_patch16_224{others}")
     parser.add_argument(
         "--method", metavar="NAME", help="default dtem (untrained it merges as tome does); docs/methods.md has them all"
@@ -32,9 +33,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, others: str = ", or hf:
     parser.add_argument("--shortcut", action="store_true", help="last block: compute the class token only (exact)")
     parser.add_argument(
         "--r",
-        metavar="LIST",
-        default="0,8,16",
-        help="tokens merged per block, several with commas: 16, 16@-0.5 (falling), 16/16/8/0 (one per block), "
+        metavar="R" if fixed else "LIST",
+        default="13" if fixed else "0,8,16",
+        help=f"tokens merged per block{'' if fixed else ', several with commas'}: 16, 16@-0.5 (falling), 16/16/8/0 (one per block), "
         "20%% (of those left), 2.5G (what meets 2.5 GMACs); default %(default)s",
     )
 

@@ -37,8 +37,7 @@ JUDGED = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this verb."""
-    common.add_model_arguments(parser, others="")
-    parser.set_defaults(r="13")
+    common.add_model_arguments(parser, fixed=True)
     common.add_weight_arguments(parser)
     add = parser.add_argument
     add("--format", choices=("onnx", "openvino", "torch"), required=True, help="what kind of file")

@@ -28,7 +28,7 @@ def attend(
 ) -> Float[Tensor, "b h q e"]:
     """Fused attention with `bias` (log sizes) on the keys."""
     if bias is None or not (bias.requires_grad and torch.is_grad_enabled()):
-        mask = None if bias is None else bias.to(q.dtype).view(bias.shape[0], 1, 1, -1)
+        mask = None if bias is None else bias.to(q.dtype)[:, None, None]
         queries = q.shape[2]
         q = _fill_query_blocks(q)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)

@@ -27,7 +27,7 @@ def flat(index: Int[Tensor, "b k"], tokens: int) -> Int[Tensor, " rows"]:
 def take(x: Float[Tensor, "b n c"], index: Int[Tensor, "b k"]) -> Float[Tensor, "b k c"]:
     """Rows `index` of each image's tokens. (One copy of whole rows: several times faster than `gather` on CPU.)"""
     batch, tokens, width = x.shape
-    return x.reshape(-1, width).index_select(0, flat(index, tokens)).view(batch, -1, width)
+    return x.reshape(-1, width).index_select(0, flat(index, tokens)).view(batch, index.shape[1], width)
 
 
 def merge(

@@ -265,9 +265,12 @@ def check_shape(width: int, height: int) -> None:
 
 def decode(image: "bytes | Image.Image") -> "Image.Image":
     """All pixels of the image: a file that is cut off fails here, not later."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
-    opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
+    try:
+        opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
+    except UnidentifiedImageError as error:  # its own message names a buffer in memory
+        raise DtemError("no image file that can be read") from error
     if isinstance(opened, Image.Image):  # a source may give what is decoded in its own way
         check_shape(*opened.size)
     opened.load()
