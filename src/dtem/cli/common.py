@@ -35,8 +35,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, fixed: bool = False) ->
         "--r",
         metavar="R" if fixed else "LIST",
         default="13" if fixed else "0,8,16",
-        help=f"tokens merged per block{'' if fixed else ', several with commas'}: "
-        "16, 16@-0.5 (falling), 16/16/8/0 (one per block), 20%% (of those left), 2.5G (what meets 2.5 GMACs); default %(default)s",
+        help=f"tokens merged per block{'' if fixed else ', several with commas'}: 16, 16@-0.5 (falling), 16/16/8/0 "
+        "(one per block), 20%% (of those left), 2.5G (what meets 2.5 GMACs); default %(default)s",
     )
 
 
