@@ -141,6 +141,11 @@ def test_resuming_reads_nothing_of_what_was_done() -> None:
     assert len(source.reads) == 2
 
 
+def test_what_is_no_image_is_said_so() -> None:
+    with pytest.raises(DtemError, match="^no image file that can be read$"):
+        data.decode(b"no image")
+
+
 def test_resuming_a_stream_does_not_decode_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     original = data.decode
