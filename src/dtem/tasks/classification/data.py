@@ -270,7 +270,7 @@ def decode(image: "bytes | Image.Image") -> "Image.Image":
     try:
         opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
     except UnidentifiedImageError as error:  # its own message names a buffer in memory
-        raise DtemError("no image file that can be read") from error
+        raise DtemError("not an image file") from error
     if isinstance(opened, Image.Image):  # a source may give what is decoded in its own way
         check_shape(*opened.size)
     opened.load()
