@@ -142,7 +142,7 @@ def test_resuming_reads_nothing_of_what_was_done() -> None:
 
 
 def test_what_is_no_image_is_said_so() -> None:
-    with pytest.raises(DtemError, match="^not an image file$"):
+    with pytest.raises(DtemError, match=r"^not an image file$"):
         data.decode(b"no image")
 
 
