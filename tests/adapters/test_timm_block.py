@@ -9,15 +9,21 @@ import dtem
 from dtem.adapters import timm_block
 
 
-@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}, {"qkv_bias": True, "proj_bias": False}])
-@pytest.mark.parametrize("biased", [False, True])
-def test_turned_heads_say_what_heads_say(options: dict, biased: bool) -> None:
+def case(options: dict, biased: bool) -> tuple[Attention, torch.Tensor, torch.Tensor | None]:
+    """Attention with random weights, what it reads, and the log sizes."""
     torch.manual_seed(0)
     attn = Attention(24, num_heads=3, **options).double().eval()
     for parameter in attn.parameters():
         torch.nn.init.normal_(parameter)
     h = torch.randn(2, 7, 24, dtype=torch.float64)
     bias = torch.randn(2, 7, dtype=torch.float64) if biased else None
+    return attn, h, bias
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True}, {"qkv_bias": True, "proj_bias": False}])
+@pytest.mark.parametrize("biased", [False, True])
+def test_turned_heads_say_what_heads_say(options: dict, biased: bool) -> None:
+    attn, h, bias = case(options, biased)
     said, taps = timm_block._turned_heads(attn, h, bias)
     y, expected = timm_block._heads(attn, None, h, bias)
     torch.testing.assert_close(said, attn.proj(y))
@@ -34,12 +40,7 @@ def test_heads_that_are_not_plain_stay_as_they_are() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("prefix", [1, 2])
 def test_absorbed_heads_say_what_heads_say(options: dict, biased: bool, prefix: int) -> None:
-    torch.manual_seed(0)
-    attn = Attention(24, num_heads=3, **options).double().eval()
-    for parameter in attn.parameters():
-        torch.nn.init.normal_(parameter)
-    h = torch.randn(2, 7, 24, dtype=torch.float64)
-    bias = torch.randn(2, 7, dtype=torch.float64) if biased else None
+    attn, h, bias = case(options, biased)
     expected = timm_block._prefix_heads(attn, prefix, h, bias)
     torch.testing.assert_close(timm_block._absorbed_heads(attn, prefix, h, bias), expected)
     y, _ = timm_block._heads(attn, None, h, bias)
