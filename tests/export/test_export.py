@@ -109,6 +109,12 @@ def test_int8_runs_and_is_near(report, case):
     assert 0 < report[case]["quantised"] < 0.1
 
 
+@pytest.mark.parametrize("case", ["onnx-distilled-dtem"])
+def test_biases_after_norms_are_folded(report, case):
+    """Of both blocks; but not where the class tokens of the last one ask the normalised tokens themselves."""
+    assert report[case]["folded"] == 3
+
+
 @pytest.mark.parametrize("case", ["onnx-distilled-dtem", "openvino-mae-tome"])
 def test_operators_are_those_that_every_runtime_has(report, case):
     found = set(report[case]["operators"])
@@ -194,7 +200,7 @@ def test_a_file_that_computes_something_else_gets_no_name(tmp_path, monkeypatch:
     """Its check fails, and an older file of that name stays."""
     handle = dtem.patch(tiny(), r=2)
     monkeypatch.setattr(files.program, "trace", lambda model, image: None)
-    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held: path.write_bytes(b"new"))
+    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held, fold: path.write_bytes(b"new"))
     monkeypatch.setattr(files.onnx, "used", lambda path: {})
     monkeypatch.setattr(files.onnx, "runner", lambda path: lambda images: torch.ones(len(images), 3) * 100)
     (tmp_path / "a.onnx").write_bytes(b"old")
@@ -202,6 +208,20 @@ def test_a_file_that_computes_something_else_gets_no_name(tmp_path, monkeypatch:
         export.write(handle, tmp_path / "a.onnx", "onnx", [torch.randn(2, 3, 32, 32)])
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
     assert (tmp_path / "a.onnx").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(("r", "int8", "folded"), [(2, False, True), (0, False, False), (2, True, False)])
+def test_whose_biases_are_folded(r, int8, folded, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unmerged file is the host as it is; int8 wants activations as the model has them."""
+    handle = dtem.patch(tiny(), r=r)
+    asked = []
+    monkeypatch.setattr(files.program, "trace", lambda model, image: None)
+    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held, fold: [asked.append(fold), path.touch()])
+    monkeypatch.setattr(files.onnx, "quantise", lambda path, out: None)
+    monkeypatch.setattr(files.onnx, "used", lambda path: {})
+    monkeypatch.setattr(files.onnx, "runner", lambda path: handle.model)
+    export.write(handle, tmp_path / "a.onnx", "onnx", [torch.randn(2, 3, 32, 32)], int8=int8)
+    assert asked == [folded]
 
 
 def test_agreement_counts_by_hand() -> None:

@@ -2,6 +2,8 @@
 
     program.py     torch.export with a dynamic batch; the .pt2 file
     operators.py   how the operators that matter are written in ONNX
+    merging.py     one merge, of few of them
+    folding.py     biases as parts of weights
     onnx.py        the .onnx file, and its int8 form
     openvino.py    the .xml file with its .bin
     check.py       the written file, run on images against PyTorch

@@ -76,7 +76,7 @@ def write(
             run = program.runner(draft)
         else:
             graph = draft.with_suffix(".onnx")
-            onnx.save(traced, graph, held)
+            onnx.save(traced, graph, held, fold=any(handle.plan) and not int8)
             if int8:
                 onnx.quantise(graph, graph)
             counts = onnx.used(graph)

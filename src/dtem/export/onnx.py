@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from dtem.export import operators
+from dtem.export import folding, operators
 from dtem.export.program import Runner, quietly
 from dtem.types import DtemError
 
@@ -19,8 +19,8 @@ MOST = 1 << 40
 """Bytes of a constant that may be computed when the file is written: all are."""
 
 
-def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write `program` as an ONNX file that carries `metadata`."""
+def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str], *, fold: bool = False) -> None:
+    """Write `program` as an ONNX file that carries `metadata`; `fold`: with biases as parts of weights (`folding`)."""
     onnx = library("onnx")
     optimizer = library("onnxscript.optimizer")
     try:
@@ -39,6 +39,8 @@ def save(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> N
     except Exception as error:  # the exporter wraps whatever went wrong into errors of its own
         raise DtemError(f"this model cannot be written in ONNX: {_reason(error)}. Try another method") from error
     model = exported.model_proto
+    if fold:
+        folding.fold(model)
     for key, value in metadata.items():
         model.metadata_props.add(key=key, value=value)
     model.producer_name = "dtem"
