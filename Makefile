@@ -24,7 +24,9 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu and not hub"
 
+# Also examples/ray_predict.py on a Ray of its own.
 test-slow: setup
+	$(UV) --python $(BIN)/python -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -m "slow"
 
 # The contract suite with the oldest libraries that pyproject.toml declares.
