@@ -58,6 +58,16 @@ def schedules(text: str) -> list[str]:
     return specs
 
 
+def methods(text: str, dense: bool = False) -> list[str]:
+    """The methods of `--method`, checked, each once. Before a model is built, which may be a download."""
+    from dtem.methods import find
+
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        find(name, dense)
+    return names
+
+
 def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
     """The host model that the options describe, in eval mode. Created on whatever `torch.device` context is active."""
     if hub_models.named(args.model) and (getattr(args, "data", None) or getattr(args, "weights", None)):

@@ -242,7 +242,7 @@ def contestants(args: argparse.Namespace, host: "nn.Module") -> tuple[dict[str, 
         lists[label] = [] if getattr(args, "keep_listed", False) else storage.trained_on(storage.read(path)[0])
     served = {handle.method.name for handle in trained.values()}
     handles: dict[str, Handle] = {}
-    for method in dict.fromkeys(part.strip() for part in args.method.split(",")):
+    for method in common.methods(args.method):
         if method in trained and method not in served:
             raise DtemError(f"{method!r} is a method and the label of an adapter; call the adapter something else")
         if method not in served:

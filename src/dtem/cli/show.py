@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     form_of(args.out)
     specs, blocks = common.schedules(args.r), _blocks(args.blocks)
+    common.methods(args.method)
     if len(specs) != 1:
         raise DtemError(f"--r {args.r}: a picture is of one r; give one")
     image = pictures.open_image(args.image)
@@ -122,9 +123,8 @@ def handles(args: argparse.Namespace, model: "nn.Module") -> "dict[str, Handle]"
     """Patched copies of the model by method; `dtem` with the shipped embeddings where no others are given."""
     from dtem.cli.contenders import contestants
 
-    methods = [name.strip() for name in args.method.split(",")]
     args.shortcut = False
-    if "dtem" in methods and not args.adapter and (shipped := embeddings(args.model)):
+    if "dtem" in common.methods(args.method) and not args.adapter and (shipped := embeddings(args.model)):
         args.adapter = [str(shipped)]
     return contestants(args, model)[0]
 
