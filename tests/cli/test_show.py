@@ -9,7 +9,7 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-from dtem.cli import common, main
+from dtem.cli import main
 
 
 @pytest.fixture
@@ -70,14 +70,6 @@ def test_the_shipped_digit_reader(photo: str, capsys: pytest.CaptureFixture[str]
 def test_mistakes_are_named(photo: str, argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", photo, *TINY, *argv]) == 2
     assert named in capsys.readouterr().err
-
-
-def test_methods_are_checked_before_weights_are_fetched(
-    photo: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(common, "build", lambda *_args, **_options: pytest.fail("the model was built"))
-    assert main(["show", photo, *TINY, "--method", "tome,nothing"]) == 2
-    assert "method 'nothing' is not known; choose one of: " in capsys.readouterr().err
 
 
 def test_a_model_without_a_classifier_says_nothing(photo: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,13 @@ import sys
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import dtem
 from dtem.cli import VERBS, common, main, models
 from dtem.measure import record
+from dtem.tasks.captioning import loading
 
 QUICK = {
     "flops": ["flops", "test_vit", "--r", "0,8"],
@@ -42,6 +44,33 @@ def test_every_verb_is_tested() -> None:
 @pytest.mark.parametrize("verb", QUICK)
 def test_json_is_one_document(verb: str, run) -> None:
     assert isinstance(json.loads(run(*QUICK[verb], "--json")), dict)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["flops", "test_vit"],
+        ["bench", "test_vit"],
+        ["export", "test_vit", "--pretrained", "--format", "onnx", "--out", "a.onnx"],
+        ["predict", ".", "--model", "test_vit", "--out", "a.parquet"],
+        ["calibrate", "--model", "test_vit", "--data", ".", "--gflops", "0.1"],
+        ["compare", "--model", "test_vit", "--data", ".", "--gflops", "0.1"],
+        ["eval", "--model", "test_vit", "--data", "."],
+        ["train", "--model", "test_vit", "--data", ".", "--out", "run"],
+        ["show", "a.png", "--model", "test_vit"],
+        ["caption", "a.png", "--model", "microsoft/git-base-coco"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_methods_are_checked_before_weights_are_fetched(
+    argv: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 40)).save("a.png")
+    monkeypatch.setattr(timm, "create_model", lambda *_args, **_options: pytest.fail("the model was built"))
+    monkeypatch.setattr(loading, "load", lambda *_args: pytest.fail("the captioner was loaded"))
+    assert main([*argv, "--method", "nothing"]) == 2
+    assert "method 'nothing' is not known; choose one of: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def build(args: argparse.Namespace, drop_path_rate: float = 0.0, **options: Any)
     from dtem.tasks.captioning.loading import load
     from dtem.types import DtemError
 
+    common.check_method(args)
     for option in ("pool", "img_size", "classes"):
         if getattr(args, option, None) is not None:
             raise DtemError(f"--{option.replace('_', '-')} does not go with captioning: the model says that itself")

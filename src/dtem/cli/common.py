@@ -59,7 +59,7 @@ def schedules(text: str) -> list[str]:
 
 
 def methods(text: str, dense: bool = False) -> list[str]:
-    """The methods of `--method`, checked, each once. Before a model is built, which may be a download."""
+    """The methods of `--method`, checked, each once."""
     from dtem.methods import find
 
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -68,8 +68,15 @@ def methods(text: str, dense: bool = False) -> list[str]:
     return names
 
 
+def check_method(args: argparse.Namespace, dense: bool = False) -> None:
+    """For those who build a model: an unknown method is refused before weights are fetched."""
+    if getattr(args, "method", None) is not None:
+        methods(args.method, dense)
+
+
 def build(args: argparse.Namespace, **options: Any) -> "nn.Module":
     """The host model that the options describe, in eval mode. Created on whatever `torch.device` context is active."""
+    check_method(args)
     if hub_models.named(args.model) and (getattr(args, "data", None) or getattr(args, "weights", None)):
         raise _only_counted(args.model)
     options["pretrained"] = getattr(args, "pretrained", False)

@@ -111,7 +111,6 @@ def measure(args: argparse.Namespace) -> Measured:
 
     _check(args)
     specs = common.schedules(args.r)
-    common.methods(args.method)
     args.pretrained = args.weights is None
     if getattr(args, "knn", None) is not None:
         args.classes = 0

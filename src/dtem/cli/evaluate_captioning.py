@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(name for name in missing if missing[name] == reason)
         print(f"{names} {reason}: {metric.HELP[reason]}", file=sys.stderr)
     style, rates = captioning.style(args), captioning.rates(args)
-    common.methods(args.method)
     captions = open_captions(args.data)
     args.shortcut = False
     host: Any = captioning.build(args)

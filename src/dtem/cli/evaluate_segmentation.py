@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
     inference = segmentation.inference(args)
     _check(args)
-    common.methods(args.method, dense=True)
     source = _limited(open_pairs(args.data), args.limit)
     args.classes, args.shortcut = args.classes or len(source.classes), False
     segmentation.check_classes(args, source.classes)

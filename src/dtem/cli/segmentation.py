@@ -108,6 +108,7 @@ def build(args: argparse.Namespace, drop_path_rate: float = 0.0, **options: Any)
     from dtem.hosts import segmenter, segmenter_weights
     from dtem.types import DtemError
 
+    common.check_method(args, dense=True)
     if getattr(args, "pool", None) is not None:
         raise DtemError(f"--pool {args.pool} goes with classification: a Segmenter reads every patch")
     weights, encoder = getattr(args, "weights", None), getattr(args, "encoder", None)

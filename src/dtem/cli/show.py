@@ -80,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
 
     form_of(args.out)
     specs, blocks = common.schedules(args.r), _blocks(args.blocks)
-    common.methods(args.method)
     if len(specs) != 1:
         raise DtemError(f"--r {args.r}: a picture is of one r; give one")
     image = pictures.open_image(args.image)

@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
         raise DtemError("--window: groups are drawn for the whole image at once; leave it out")
     if Path(args.out).suffix.lower() != ".png":
         raise DtemError(f"--out {args.out}: the picture is a PNG; let it end in .png")
-    common.methods(args.method, dense=True)
     classes = _classes(args.classes)
     image = pictures.open_image(args.image).convert("RGB")
     args.classes, args.shortcut = len(classes), False
