@@ -20,6 +20,7 @@ import timm
 import torch
 import yaml
 
+from dtem.adapters import ADAPTERS, ORIGINS
 from dtem.app import examples
 from dtem.cli import VERBS, main, parser, tasks
 from dtem.methods import METHODS
@@ -35,11 +36,12 @@ KINDS = {"", "python", "yaml", "text", "json", "toml", *SHELLS}
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """What a page adds to the methods is gone afterwards."""
-    known = dict(METHODS)
+    """What a page adds to the methods and models is gone afterwards."""
+    before = [(known, dict(known)) for known in (METHODS, ADAPTERS, ORIGINS)]
     yield
-    METHODS.clear()
-    METHODS.update(known)
+    for known, kept in before:
+        known.clear()
+        known.update(kept)
 
 
 class Block(NamedTuple):
