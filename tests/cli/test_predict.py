@@ -91,6 +91,14 @@ def test_every_image_has_its_classes(folder: Path, tmp_path, capsys) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
 
 
+def test_deit_s_predicts_where_no_model_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = host(), []
+    monkeypatch.setattr(timm, "create_model", lambda name, **_options: asked.append(name) or model)
+    argv = [word for word in command(folder, tmp_path / "p.parquet") if word not in ("--model", MODEL)]
+    assert main(argv) == 0
+    assert asked == ["deit_small_patch16_224"]
+
+
 def test_an_interrupted_run_goes_on(folder: Path, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(command(folder, tmp_path / "whole.parquet")) == 0
     out = tmp_path / "p.parquet"

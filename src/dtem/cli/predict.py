@@ -23,7 +23,7 @@ NAME = "predict"
 HELP = "classes of every image in a folder or in shards, as a Parquet file"
 EXAMPLES = """\
 examples:
-  dtem predict photos --model deit_small_patch16_224 --r 13 --out preds.parquet --workers 4
+  dtem predict photos --r 13 --out preds.parquet --workers 4
   dtem predict photos --model deit_tiny_patch16_224 --adapter deit_tiny_patch16_224 --r 16 --out preds.parquet
   dtem predict 'wds:shards/images-{0000..0099}.tar' --model deit_small_patch16_224 --r 13 --out preds.parquet
   accelerate launch --num_processes 4 -m dtem.cli predict photos --model deit_small_patch16_224 --r 13 \\
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this verb."""
     add = parser.add_argument
     add("data", metavar="DIR", help="folder of images (class folders or not), or timm:…, hf:…, wds:…")
-    add("--model", metavar="NAME", required=True, help="timm name, e.g. deit_small_patch16_224")
+    add("--model", metavar="NAME", default="deit_small_patch16_224", help="timm name; default %(default)s")
     add("--out", metavar="FILE", required=True, help="the Parquet file")
     add("--weights", metavar="FILE", help="of the host: a .safetensors or torch file; default: timm's own (downloaded)")
     add("--classes", metavar="N", type=int, help="classes of the head in --weights, where not the model's own")
