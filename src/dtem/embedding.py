@@ -1,14 +1,14 @@
-"""The decoupled embedding: what decides which tokens are alike, and nothing else."""
+"""The decoupled embedding of DTEM (https://arxiv.org/abs/2412.10569): features that only token matching uses."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 class DecoupledEmbedding(nn.Sequential):
-    """One affine layer from the host's width to `dim`, or an MLP where `hidden` names layers in between."""
+    """One affine layer from the host's width to `dim`, or an MLP with hidden layers of the widths `hidden`."""
 
     def __init__(self, width: int, dim: int, hidden: tuple[int, ...] = ()) -> None:
         layers: list[nn.Module] = []
@@ -18,13 +18,13 @@ class DecoupledEmbedding(nn.Sequential):
         super().__init__(*layers, nn.Linear(width, dim))
 
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch d"]:
-        """Embed each token. (As one flat matrix: for more dimensions torch may choose a slower product.)"""
+        """Embed each token. (Flattened to a matrix: for more dimensions torch may choose a slower product.)"""
         z: Tensor = super().forward(x.flatten(0, -2))  # type: ignore[no-untyped-call]
         return z.view(*x.shape[:-1], z.shape[-1])
 
     @property
     def affine(self) -> nn.Linear | None:
-        """The single layer, where there is only one."""
+        """The only layer, or None if there are hidden layers."""
         layer = self[0]
         return layer if len(self) == 1 and isinstance(layer, nn.Linear) else None
 
@@ -35,14 +35,14 @@ class DecoupledEmbedding(nn.Sequential):
         bias: Float[Tensor, "e"] | None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Start as the head-mean key projection W_k, so that similarities are ToMe's.
+        """Initialise with the head-mean key projection W_k, so that similarities are ToMe's.
 
-        A wider embedding takes Q·W_k with random orthonormal columns Q: every cosine is kept and all directions can
-        learn. A narrower one takes orthonormal rows, which keeps cosines only roughly.
+        A wider embedding is initialised with Q·W_k, where Q has random orthonormal columns: all cosines are the same. A
+        narrower one uses orthonormal rows, which preserves cosines only approximately.
         """
         affine = self.affine
         if affine is None:
-            raise DtemError("an embedding with hidden layers cannot start from the keys; use init='random'")
+            raise DtemError("an embedding with hidden layers cannot be initialised from the keys; use init='random'")
         if bias is None:
             bias = weight.new_zeros(weight.shape[0])
         lift = _orthonormal(affine.out_features, weight.shape[0], generator).to(weight)

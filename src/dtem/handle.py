@@ -1,62 +1,83 @@
-"""`dtem.patch` and the handle that it returns."""
+"""`dtem.patch`, and the handle that controls a patched model."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import os
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import Parameter
 
-from dtem import adapters, methods
+from dtem import integrations, methods
 from dtem import schedule as schedules
-from dtem.adapters import Merger, Trace
-from dtem.measure import flops, thresholds
-from dtem.methods import Method
-from dtem.types import DtemError, HostSpec
+from dtem.errors import DtemError
+from dtem.integrations import AuxiliaryLosses, Merger, Trace
+from dtem.measure import flops
+from dtem.methods import Config, Method
+from dtem.types import HostSpec
 
 
-def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bool = False, **options: Any) -> "Handle":
-    """Make `model` merge tokens, in place. Returns the handle that steers it.
+def patch(
+    model: nn.Module, method: str | Config = "dtem", r: object = 0, *, shortcut: bool = False, **options: Any
+) -> "Handle":
+    """Patch `model` to merge tokens, in place. Returns the handle that controls it.
 
     Args:
-        model: a supported host, e.g. ``timm.create_model("deit_small_patch16_224")``.
-        method: name of the reduction method; untrained, ``"dtem"`` is exactly ``"tome"``.
+        model: a supported model, e.g. ``timm.create_model("deit_small_patch16_224")``.
+        method: name of the reduction method, or its config. An untrained ``"dtem"`` is ``"tome"``.
         r: tokens removed per block: ``16``, or any other schedule of `dtem.schedule`.
-        shortcut: in the last block of a class-token model, compute the class token only. Exact up to rounding.
-        options: the method's own settings, see its config class.
+        shortcut: compute only the class token in the last block, where only that is read. Exact up to rounding.
+        options: the method's settings (the fields of its config), where `method` is a name.
 
-    Example:
+    Examples:
         >>> handle = dtem.patch(model, r=16)
         >>> handle.r = 8
         >>> handle.unpatch()
+        >>> handle = dtem.patch(model, dtem.DtemConfig(temperature=0.3), r=16)
     """
+    model = integrations.unwrap(model)
     if isinstance(getattr(model, "dtem", None), Merger):
         raise DtemError(
-            f"{type(model).__name__} is patched already; use dtem.Handle(model) to steer it, or unpatch it first"
+            f"{type(model).__name__} is patched already; dtem.Handle(model) controls it, or unpatch it first"
         )
-    adapter = adapters.find(model)
-    host = adapter.describe(model)
-    cls = methods.find(method, host.dense)
-    missing = cls.needs - adapter.provides - host.provides
+    integration = integrations.find(model)
+    host = integration.describe(model)
+    if isinstance(method, Config):
+        if options:
+            raise DtemError(f"{', '.join(options)}: with a {type(method).__name__}, set options there, not as keywords")
+        cls = methods.find_by_config(method, host.dense)
+    else:
+        cls = methods.find(method, host.dense)
+    missing = cls.needs - integration.provides - host.provides
     if missing:
         listed = ", ".join(sorted(missing))
-        raise DtemError(f"method {method!r} needs {listed}, which {host.name} ({adapter.family}) does not provide")
-    if adapter.methods is not None and cls.name not in adapter.methods:
         raise DtemError(
-            f"method {method!r} reads features of tokens in its own way, and those of {host.name} ({adapter.family}) "
-            f"hold their places too; choose one of: {', '.join(sorted(adapter.methods))}"
+            f"method {cls.name!r} needs {listed}, which {host.name} ({integration.family}) does not provide"
         )
-    if shortcut and not adapter.shortcuts:
-        raise DtemError(f"shortcut=True is not available for {host.name} ({adapter.family}); leave it out")
-    asked = schedules.parse(r)
-    schedules.check(asked, host.patches, host.depth)
-    built = cls.create(host, options)
-    projections = adapter.key_projections(model)
-    like = projections[0][0]
-    built.to_empty(device="meta") if like.is_meta else built.to(like)
-    built.start(projections)
-    built.train(model.training)
-    adapter.attach(model, Merger(built, schedules.Constant(0), adapter.family, shortcut))
+    if integration.methods is not None and cls.name not in integration.methods:
+        raise DtemError(
+            f"method {cls.name!r} is not supported for {host.name} ({integration.family}), where token features also "
+            f"hold positions; choose one of: {', '.join(sorted(integration.methods))}"
+        )
+    if shortcut and not integration.shortcuts:
+        raise DtemError(f"shortcut=True is not supported for {host.name} ({integration.family}); leave it out")
+    schedules.check(schedules.parse(r), host.patches, host.depth)
+    instance = cls(host, method) if isinstance(method, Config) else cls.create(host, options)
+    projections = integration.key_projections(model)
+    weight = projections[0][0]
+    if weight.is_meta and next(instance.parameters(), None) is not None and _is_offloaded(model):
+        raise DtemError(
+            f"the weights of {host.name} are offloaded (accelerate), so the embeddings cannot start from them: call "
+            "dtem.patch before cpu_offload or dispatch_model"
+        )
+    instance.to_empty(device="meta") if weight.is_meta else instance.to(weight)
+    instance.init_from_keys(projections)
+    instance.train(model.training)
+    merger = Merger(instance, schedules.Constant(0), integration.family, shortcut)
+    merger.on_host_change = renew_r
+    integration.attach(model, merger)
+    model.register_load_state_dict_post_hook(follow_loaded_weights)  # type: ignore[no-untyped-call]
     handle = Handle(model)
     try:
         handle.r = r
@@ -67,14 +88,22 @@ def patch(model: nn.Module, method: str = "dtem", r: object = 0, *, shortcut: bo
 
 
 class Handle:
-    """Steers a patched model. Holds nothing itself: any patched model (a copy, an unpickled one) takes a new handle."""
+    """Controls a patched model. It has no state: `Handle(model)` works for every patched model, e.g. a copy.
+
+    Examples:
+        >>> handle = dtem.patch(model, r=16)
+        >>> with handle.at(r=8):
+        ...     logits = model(images)
+        >>> handle.save_pretrained("my.safetensors")
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model = integrations.unwrap(model)
         self.merger  # noqa: B018 - refuses a model that is not patched
 
     @property
     def merger(self) -> Merger:
+        """The state of the patched model (its submodule ``dtem``)."""
         merger = getattr(self.model, "dtem", None)
         if not isinstance(merger, Merger):
             raise DtemError(f"{type(self.model).__name__} is not patched (any more); call dtem.patch(model) first")
@@ -87,140 +116,31 @@ class Handle:
 
     @property
     def host(self) -> HostSpec:
-        """What is known of the model."""
+        """The description of the model."""
         return self.method.host
 
     @property
     def r(self) -> object:
-        """The schedule as it was given. Set it at any time."""
-        return self.merger.asked
+        """The schedule as it was set. It can be changed at any time."""
+        return self.merger.requested_r
 
     @r.setter
     def r(self, spec: object) -> None:
-        asked = schedules.parse(spec)
-        if isinstance(asked, schedules.Adaptive):
-            asked = self._calibrated()
-        if isinstance(asked, schedules.Threshold) and not self.method.adaptive:
-            raise DtemError(
-                f"r = {spec}: method {self.method.name!r} does not merge by edges, so there is nothing to compare "
-                "with a threshold; thresholds are for dtem, tome and their kin"
-            )
-        asked = schedules.at_front(asked, self.host.merging)
-        schedules.check(asked, self.host.patches, self.host.depth, self.method.stages)
-        if isinstance(asked, schedules.Budget):
-            asked = self._solve(asked)
-        elif isinstance(asked, schedules.Learned):
-            asked = self._learned()
-        self.merger.schedule = asked
-        self.merger.asked = spec
+        parsed = schedules.for_first_blocks(schedules.parse(spec), self.host.num_merge_blocks)
+        schedules.check(parsed, self.host.patches, self.host.depth, self.method.stages)
+        if isinstance(parsed, schedules.Budget):
+            parsed = self._solve(parsed)
+        elif isinstance(parsed, schedules.Learned):
+            parsed = self._learned()
+        self.merger.schedule = parsed
+        self.merger.requested_r = spec
 
-    def _learned(self) -> schedules.Schedule:
-        """As it stands now: set ``handle.r = "learned"`` again after more training."""
+    def _learned(self) -> schedules.PerLayer:
+        """The learned schedule as it is now; set ``handle.r = "learned"`` again after more training."""
         learned = self.method.schedule()
         if learned is None:
-            raise DtemError(f"r = 'learned', and method {self.method.name!r} learns no schedule; give a number")
+            raise DtemError(f"r = 'learned', but method {self.method.name!r} learns no schedule; give a number")
         return schedules.PerLayer(learned)
-
-    def _calibrated(self) -> schedules.Threshold:
-        if self.merger.adaptive is None:
-            raise DtemError("r = 'adaptive', and nothing is calibrated: handle.calibrate(images, '0.65G') does that")
-        return self.merger.adaptive
-
-    def calibrate(self, images: Tensor | Iterable[Tensor], budget: str, batch: int = 1) -> float:
-        """Find thresholds at which images cost `budget` on average, and merge by them (``r = "adaptive"``).
-
-        Every image then merges as much as its similarities allow. `images` need no labels: one tensor, taken `batch` at
-        a time, or batches. Returns the mean GFLOPs (MACs) of these images. `dtem.save` keeps the thresholds.
-
-        Example:
-            >>> handle.calibrate(images, "0.65G")
-        """
-        asked = schedules.parse(budget)
-        if not isinstance(asked, schedules.Budget):
-            raise DtemError(f"budget = {budget!r} must be one of GFLOPs, such as 0.65G")
-        if self.model.training or self.method.soft:
-            raise DtemError("thresholds are calibrated as the model will run: model.eval() and handle.mode = 'hard'")
-        if self.merger.shortcut:
-            raise DtemError("costs are counted image by image, which goes without the shortcut: patch without it")
-        batches = torch.split(images, batch) if isinstance(images, Tensor) else images
-        batches = batches if isinstance(batches, Sequence) else list(batches)
-        before = self.merger.schedule, self.merger.asked
-        self.r = schedules.Threshold((0.0,) * self.host.depth)  # refused here, if the method has no thresholds
-        try:
-            start = self._solve(asked)
-            with self._counting() as cost:
-                found = thresholds.calibrate(self.model, self.merger, batches, asked.gflops, start, cost)
-        finally:
-            self.merger.schedule, self.merger.asked = before
-        self.merger.adaptive, gflops = found
-        self.r = "adaptive"
-        return gflops
-
-    def aim(self, r: object) -> None:
-        """Get ready to learn rates that start from the schedule `r`, usually a budget, and cost what it costs.
-
-        Soft steps then run at what ``handle.r`` is afterwards; if that is ``"learned"``, set it before every one.
-
-        Example:
-            >>> handle = dtem.patch(model, learn_rates=True)
-            >>> handle.aim("0.65G")
-        """
-        if self.method.schedule() is None:
-            raise DtemError(f"method {self.method.name!r} learns no rates; use diffrate, or dtem with learn_rates=True")
-        if self.merger.shortcut:
-            raise DtemError(
-                "rates are learned without the shortcut, which makes the last block unlike the others: "
-                "leave shortcut=True to dtem.from_pretrained"
-            )
-        self.r = r
-        if not any(plan := self.plan):
-            raise DtemError(f"r = {r} leaves no rates to learn: it merges nothing")
-        with self._counting() as cost:
-            trained_at = self.method.aim(plan, cost)
-        self.r = trained_at
-
-    def _solve(self, budget: schedules.Budget) -> schedules.PerLayer:
-        with self._counting() as cost:
-            return budget.solve(self.host.patches, self.host.depth, cost, self._stages, self.method.afresh)
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[Callable[[tuple[int, ...]], float]]:
-        """GFLOPs by plan. What counts is inference: hard merging, whatever the mode is now."""
-        schedule, soft = self.merger.schedule, self.method.soft
-        self.method.soft = False
-        try:
-            yield self._gflops
-        finally:
-            self.merger.schedule, self.method.soft = schedule, soft
-
-    @property
-    def _stages(self) -> Collection[int] | None:
-        """The blocks that a budget may be met in; None: all."""
-        stages, front = self.method.stages, self.host.merging
-        if front is None:
-            return stages
-        return [layer for layer in (range(front) if stages is None else stages) if layer < front]
-
-    def _gflops(self, plan: tuple[int, ...]) -> float:
-        self.merger.schedule = schedules.PerLayer(plan)
-        return flops.count(self.model, self.host.image).macs / 1e9
-
-    @property
-    def plan(self) -> tuple[int, ...]:
-        """r of every block at the host's own image size, after clamping."""
-        plan = self.merger.plan(self.host.patches)
-        if not all(isinstance(r, int) for r in plan):
-            raise DtemError(
-                f"r = {self.r} merges what each image allows, so there is no plan for all: `dtem eval` counts what it "
-                "comes to, and handle.trace() shows it"
-            )
-        return tuple(r for r in plan if isinstance(r, int))
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens after every block at the host's own image size (all of them, if the method brings them back)."""
-        plan = [0] * self.host.depth if self.method.restores else self.plan
-        return schedules.tokens(plan, self.host.patches, self.host.prefix)
 
     @property
     def mode(self) -> str:
@@ -231,28 +151,159 @@ class Handle:
     def mode(self, mode: str) -> None:
         if mode not in ("hard", "soft"):
             raise DtemError(f"mode = {mode!r} is not known; choose 'hard' or 'soft'")
-        if mode == "soft" and not self.method.can_relax():
+        if mode == "soft" and not self.method.has_soft_mode():
             raise DtemError(f"method {self.method.name!r} has no soft mode")
         if mode == "soft" and self.host.pooling in ("max", "avgmax"):
-            raise DtemError(f"{self.host.pooling} pooling has no soft mode: it sees tokens that merging would remove")
+            raise DtemError(f"{self.host.pooling} pooling has no soft mode: it reads tokens that merging removes")
         self.method.soft = mode == "soft"
 
-    def trace(self) -> contextlib.AbstractContextManager[Trace]:
-        """Record which patches end up in which token.
+    @contextlib.contextmanager
+    def at(self, r: object = None, mode: str | None = None) -> Iterator["Handle"]:
+        """Set the schedule or the mode inside a ``with`` block; both are restored after it.
 
-        Example:
+        Examples:
+            >>> with handle.at(r=8):
+            ...     logits = model(images)
+        """
+        merger, soft = self.merger, self.method.soft
+        before = merger.schedule, merger.requested_r
+        try:
+            if mode is not None:
+                self.mode = mode
+            if r is not None:
+                self.r = r
+            yield self
+        finally:
+            merger.schedule, merger.requested_r = before
+            merger.method.soft = soft
+
+    @property
+    def plan(self) -> tuple[int, ...]:
+        """r of every block at the host's own image size, after clamping."""
+        return self.merger.plan(self.host.patches)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Number of tokens after every block at the host's own image size (all, if the method restores them)."""
+        plan = [0] * self.host.depth if self.method.restores else self.plan
+        return schedules.tokens(plan, self.host.patches, self.host.prefix)
+
+    def gflops(self, plan: tuple[int, ...]) -> float:
+        """GFLOPs (MACs) of one image by a plan, one r per block, with hard merging."""
+        with self.at(r=schedules.PerLayer(plan), mode="hard"):
+            return flops.count(self.model, self.host.image).macs / 1e9
+
+    def _solve(self, budget: schedules.Budget) -> schedules.PerLayer:
+        resets = self.method.resets_each_block
+        return budget.solve(self.host.patches, self.host.depth, self.gflops, self._stages, resets)
+
+    @property
+    def _stages(self) -> Collection[int] | None:
+        """The blocks in which a budget may remove tokens; None: all."""
+        stages, first = self.method.stages, self.host.num_merge_blocks
+        if first is None:
+            return stages
+        return [layer for layer in (range(first) if stages is None else stages) if layer < first]
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The trainable parameters of the method, for the optimiser of your own training loop.
+
+        Examples:
+            >>> model.requires_grad_(False)
+            >>> handle = dtem.patch(model, r=16)
+            >>> handle.mode = "soft"
+            >>> optimizer = torch.optim.AdamW(handle.parameters(), lr=1e-3)
+        """
+        return (parameter for parameter in self.method.parameters() if parameter.requires_grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The method's parameters under the names that they have in the model, which its own state dict leaves out.
+
+        Examples:
+            >>> state = {**model.state_dict(), **handle.state_dict()}  # for tools that need all, such as cpu_offload
+        """
+        return {f"dtem.method.{name}": part for name, part in self.method.state_dict().items()}
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record which patches are in which token, in every forward of this model.
+
+        That includes forwards in other threads that have no trace of their own; forwards of other patched models are
+        not recorded. Compiled models record nothing: trace the model itself.
+
+        Examples:
             >>> with handle.trace() as trace:
             ...     model(images)
             >>> trace.sources[-1]      # (batch, patches): the token that holds each patch after the last block
         """
-        return adapters.tracing()
+        with self.merger.tracing() as trace:
+            yield trace
+        if not trace.sizes:
+            warnings.warn(
+                "handle.trace() recorded nothing: the model was not called inside, or only as a compiled model "
+                "(torch.compile), which cannot be traced; call the uncompiled model",
+                stacklevel=3,
+            )
+
+    def auxiliary_losses(self) -> contextlib.AbstractContextManager[AuxiliaryLosses]:
+        """Collect the auxiliary losses of the method (DynamicViT, DiffRate) by name, from soft forwards of this model.
+
+        Examples:
+            >>> with handle.auxiliary_losses() as losses:
+            ...     loss = criterion(model(images), labels)
+            >>> loss = loss + sum(losses.values())
+        """
+        return self.merger.collecting_losses()
+
+    def save_pretrained(
+        self, path: str | os.PathLike[str], *, trained_r: object = None, notes: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the adapter file; see `dtem.save_pretrained`."""
+        from dtem.adapters import storage
+
+        storage.save_pretrained(self, path, trained_r=trained_r, notes=notes)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the adapter; see `dtem.push_to_hub`."""
+        from dtem.adapters import storage
+
+        return storage.push_to_hub(self, repo_id, **options)
 
     def unpatch(self) -> nn.Module:
-        """Make the model what it was before `patch`, and return it."""
-        adapters.load(self.merger.family).detach(self.model)
+        """Restore the model as it was before `patch`, and return it."""
+        integrations.load(self.merger.family).detach(self.model)
+        hooks = self.model._load_state_dict_post_hooks
+        for key in [key for key, hook in hooks.items() if hook is follow_loaded_weights]:
+            del hooks[key]
         return self.model
 
     def __repr__(self) -> str:
         if not isinstance(getattr(self.model, "dtem", None), Merger):
             return f"Handle({type(self.model).__name__}, not patched)"
         return f"Handle({self.host.name}, method={self.method.name!r}, r={self.r}, mode={self.mode!r})"
+
+
+def renew_r(model: nn.Module) -> None:
+    """Check r, or solve its budget, again: the image size of the host has changed."""
+    handle = Handle(model)
+    handle.r = handle.r
+
+
+def follow_loaded_weights(model: nn.Module, incompatible_keys: Any) -> None:
+    """After the host's weights were loaded: untrained embeddings start from the new keys; for trained ones, warn."""
+    merger = getattr(model, "dtem", None)
+    if not isinstance(merger, Merger) or merger.loaded_with_host or next(merger.method.parameters(), None) is None:
+        return
+    if merger.is_untrained:
+        merger.method.init_from_keys(integrations.load(merger.family).key_projections(model))
+        merger.mark_untrained()
+    else:
+        warnings.warn(
+            f"weights were loaded into a patched {type(model).__name__} whose {merger.method.name} parameters were "
+            "trained (or converted): they belong to the weights that it had before",
+            stacklevel=2,
+        )
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    return any(hasattr(module, "_hf_hook") for module in model.modules())

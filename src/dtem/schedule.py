@@ -5,24 +5,22 @@
 | the same r in every block | ``16`` | ``16`` |
 | r on average, more at the front (−1) or at the back (1) | ``(16, -0.5)`` | ``16@-0.5`` |
 | one r per block | ``[16, 16, 8, 0]`` | ``16/16/8/0`` |
-| a share of the patches left | ``0.2`` | ``20%`` or ``0.2`` |
-| as much as meets a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
-| what the method has learned | ``"learned"`` | ``learned`` |
-| as many as have an edge with a cosine above a threshold; or one per block | ``"t0.8"`` | ``t0.9/0.8/0.8/0.7`` |
-| the thresholds that `handle.calibrate` found | ``"adaptive"`` | ``adaptive`` |
-
-With thresholds r differs from image to image (of a batch, the mean is taken); half of the patches at most.
+| a share of the remaining patches | ``0.2`` | ``20%`` or ``0.2`` |
+| as few as meet a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
+| learned by the method (DiffRate) | ``"learned"`` | ``learned`` |
 """
 
 import math
+import numbers
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dtem.types import Above, DtemError
+from dtem.errors import DtemError
 
 FORMS = (
-    "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of what is left), 2.5G (budget), "
-    "learned (by the method), t0.8 (edges above a cosine), adaptive (calibrated)"
+    "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of the remaining patches), "
+    "2.5G (budget), learned (by the method)"
 )
 
 
@@ -35,7 +33,7 @@ class Constant:
     def __post_init__(self) -> None:
         _check_count(self.r)
 
-    def wanted(self, depth: int) -> list[int]:
+    def per_block(self, depth: int) -> list[int]:
         return [self.r] * depth
 
     def __str__(self) -> str:
@@ -54,7 +52,7 @@ class Inflected:
         if not -1 <= self.inflect <= 1:
             raise DtemError(f"inflection {self.inflect} is outside -1 … 1")
 
-    def wanted(self, depth: int) -> list[int]:
+    def per_block(self, depth: int) -> list[int]:
         low = int(self.r * (1.0 - self.inflect))
         high = 2 * self.r - low
         if depth == 1:
@@ -75,7 +73,7 @@ class PerLayer:
         for value in self.values:
             _check_count(value)
 
-    def wanted(self, depth: int) -> list[int]:
+    def per_block(self, depth: int) -> list[int]:
         if len(self.values) != depth:
             raise DtemError(
                 f"the schedule {self} has {len(self.values)} entries, the model {depth} blocks: give one per block"
@@ -88,7 +86,7 @@ class PerLayer:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A share of the patches left, in every block."""
+    """The same share of the remaining patches in every block."""
 
     ratio: float
 
@@ -96,7 +94,7 @@ class Ratio:
         if not 0 <= self.ratio <= 0.5:
             raise DtemError(f"ratio {self.ratio:g} is outside 0 … 0.5: one block can merge at most half of its patches")
 
-    def wanted(self, depth: int) -> list[float]:
+    def per_block(self, depth: int) -> list[float]:
         return [self.ratio] * depth
 
     def __str__(self) -> str:
@@ -106,7 +104,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Budget:
-    """As much merging as brings the model down to `gflops` (MACs). `solve` turns it into one r per block."""
+    """The least merging that brings the model down to `gflops` (MACs). `solve` gives one r per block."""
 
     gflops: float
 
@@ -120,22 +118,32 @@ class Budget:
         depth: int,
         cost: Callable[[tuple[int, ...]], float],
         at: Collection[int] | None = None,
-        afresh: bool = False,
+        resets_each_block: bool = False,
     ) -> PerLayer:
-        """The mildest plan within the budget: r in every block (of those `at`), and one more in the first few.
+        """The plan with the fewest removed tokens within the budget: r in every block, and r + 1 in the first few.
 
-        `cost` gives the GFLOPs of a plan. Plans are ordered by tokens removed, so that bisection finds the first.
-        `afresh` as in `clamp`.
+        Args:
+            patches: of the image.
+            depth: number of blocks.
+            cost: GFLOPs of a plan. More removed tokens must cost less, so that bisection finds the plan.
+            at: the blocks that may remove tokens; None: all.
+            resets_each_block: as in `clamp`.
         """
         most = patches // 2
         blocks = sorted(range(depth) if at is None else at)
 
         def plan(total: int) -> tuple[int, ...]:
             every, extra = divmod(total, len(blocks))
-            wanted = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
-            return clamp([wanted.get(layer, 0) for layer in range(depth)], patches, afresh)
+            rates = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
+            return clamp([rates.get(layer, 0) for layer in range(depth)], patches, resets_each_block)
 
         low, high = 0, most * len(blocks)
+        unmerged = cost(plan(0))
+        if unmerged < self.gflops:
+            raise DtemError(
+                f"a budget of {self.gflops:g} GFLOPs is more than the unmerged model takes ({unmerged:.3g}): nothing "
+                "would be merged; give less"
+            )
         if cost(plan(high)) > self.gflops:
             raise DtemError(
                 f"a budget of {self.gflops:g} GFLOPs cannot be met: merging all it can leaves {cost(plan(high)):.3g}"
@@ -153,35 +161,14 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """Every image merges what is alike: edges with a cosine above one number, or above each block's own."""
-
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.values or not all(isinstance(v, int | float) and math.isfinite(v) for v in self.values):
-            raise DtemError(f"thresholds {self.values} must be numbers, such as t0.8 or t0.9/0.8/0.8/0.7")
-
-    def wanted(self, depth: int) -> list[Above]:
-        if len(self.values) not in (1, depth):
-            raise DtemError(
-                f"the schedule {self} has {len(self.values)} entries, the model {depth} blocks: give 1 or one each"
-            )
-        return [Above(v) for v in (self.values * depth if len(self.values) == 1 else self.values)]
-
-    def __str__(self) -> str:
-        return "t" + "/".join(f"{float(v)!r}" for v in self.values)
-
-
-@dataclass(frozen=True)
 class Front:
-    """A schedule for the first `blocks` blocks only, where the host says so. It is written as the schedule itself."""
+    """A schedule for the first `blocks` blocks only (`HostSpec.num_merge_blocks`). Its text is that of the schedule."""
 
     schedule: Constant | Inflected | Ratio
     blocks: int
 
-    def wanted(self, depth: int) -> list[float]:
-        return [*self.schedule.wanted(self.blocks), *[0] * (depth - self.blocks)]
+    def per_block(self, depth: int) -> list[float]:
+        return [*self.schedule.per_block(self.blocks), *[0] * (depth - self.blocks)]
 
     def __str__(self) -> str:
         return str(self.schedule)
@@ -189,21 +176,15 @@ class Front:
 
 @dataclass(frozen=True)
 class Learned:
-    """What the method has learned. A handle turns it into one r per block."""
+    """The r of every block that the method has learned. A handle turns it into one r per block."""
 
     def __str__(self) -> str:
         return "learned"
 
 
-@dataclass(frozen=True)
-class Adaptive:
-    """The thresholds that were calibrated. A handle turns it into these."""
-
-    def __str__(self) -> str:
-        return "adaptive"
-
-
-Schedule = Constant | Inflected | PerLayer | Ratio | Threshold | Front | Budget | Learned | Adaptive
+BlockRates = Constant | Inflected | PerLayer | Ratio | Front
+"""Schedules that give the r of every block without a model."""
+Schedule = BlockRates | Budget | Learned
 
 
 def parse(spec: object) -> Schedule:
@@ -212,6 +193,7 @@ def parse(spec: object) -> Schedule:
         return spec
     if isinstance(spec, str):
         return _parse_text(spec)
+    spec = _python_number(spec)
     if isinstance(spec, bool) or spec is None:
         raise DtemError(f"r = {spec!r} is not a schedule; write one of: {FORMS}")
     if isinstance(spec, int):
@@ -221,19 +203,40 @@ def parse(spec: object) -> Schedule:
             return Constant(int(spec))
         return Ratio(spec)
     if isinstance(spec, Sequence) and not isinstance(spec, bytes | bytearray):
-        if isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], float):
-            return Inflected(*spec)
-        return PerLayer(tuple(spec))
+        values = tuple(map(_python_number, spec))
+        if isinstance(spec, tuple) and len(values) == 2 and isinstance(values[1], float):
+            return Inflected(*values)
+        return PerLayer(values)
     raise DtemError(f"r = {spec!r} is not a schedule; write one of: {FORMS}")
+
+
+def parse_list(r: object) -> list[str]:
+    """Several schedules as text, each once: from a list or tuple of them, text with commas between, or one alone.
+
+    One r per block is text here, ``"16/16/8/0"``, since a list means several schedules.
+    """
+    r = _python_number(r)
+    specs = r.split(",") if isinstance(r, str) else r if isinstance(r, list | tuple) else [r]
+    if not specs:
+        raise DtemError(f"r = {r!r} holds no schedule; write one or more of: {FORMS}")
+    schedules = [(spec, parse(spec)) for spec in specs]
+    return list(dict.fromkeys(spec.strip() if isinstance(spec, str) else str(parsed) for spec, parsed in schedules))
+
+
+def _python_number(value: Any) -> Any:
+    """Numbers of other kinds (numpy's, torch's, fractions) as int or float, arrays as lists; anything else as it is."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
 
 
 def _parse_text(text: str) -> Schedule:
     body = text.strip()
-    if body in ("learned", "adaptive"):
-        return Learned() if body == "learned" else Adaptive()
+    if body == "learned":
+        return Learned()
     try:
-        if body[:1] == "t":
-            return Threshold(tuple(float(part) for part in body[1:].split("/")))
         if body.endswith("%"):
             return Ratio(float(body[:-1]) / 100)
         if body[-1:] in ("G", "g"):
@@ -250,60 +253,52 @@ def _parse_text(text: str) -> Schedule:
         raise DtemError(f"r = {text!r} is not a schedule; write one of: {FORMS}") from None
 
 
-def clamp(wanted: Sequence[float], patches: int, afresh: bool = False) -> tuple[int, ...]:
-    """One whole r per block, none more than half of the patches that are left. Fractions are shares of what is left.
+def clamp(rates: Sequence[float], patches: int, resets_each_block: bool = False) -> tuple[int, ...]:
+    """One integer r per block, at most half of the remaining patches. Fractions are shares of the remaining patches.
 
-    `afresh`: every block brings its tokens back, so all patches are left at each.
+    `resets_each_block`: every block restores its tokens, so each starts with all patches.
     """
     plan = []
-    for want in wanted:
-        r = min(want if isinstance(want, int) else int(want * patches), patches // 2)
+    for value in rates:
+        r = min(value if isinstance(value, int) else int(value * patches), patches // 2)
         plan.append(r)
-        patches -= 0 if afresh else r
+        patches -= 0 if resets_each_block else r
     return tuple(plan)
 
 
-def resolve(schedule: Schedule, patches: int, depth: int, afresh: bool = False) -> tuple[int | Above, ...]:
-    """The r of every block for an image of `patches` patches. `afresh` as in `clamp`."""
+def resolve(schedule: Schedule, patches: int, depth: int, resets_each_block: bool = False) -> tuple[int, ...]:
+    """The r of every block for an image of `patches` patches. `resets_each_block` as in `clamp`."""
     if isinstance(schedule, Budget):
         raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
-    if isinstance(schedule, (Learned, Adaptive)):  # a tuple: torch 2.8 cannot compile a union
-        raise DtemError(f"the schedule {schedule} must be asked of its handle first (dtem.patch does that)")
-    if isinstance(schedule, Threshold):
-        return tuple(schedule.wanted(depth))
-    return clamp(schedule.wanted(depth), patches, afresh)
+    if isinstance(schedule, Learned):
+        raise DtemError(f"the schedule {schedule} must be resolved by a handle first (dtem.patch does that)")
+    return clamp(schedule.per_block(depth), patches, resets_each_block)
 
 
-def at_front(schedule: Schedule, blocks: int | None) -> Schedule:
-    """The schedule for a host that merges in its first `blocks` blocks (None: in all), unless r is given per block."""
-    if blocks is not None and isinstance(schedule, Threshold) and len(schedule.values) == 1:
-        raise DtemError(f"r = {schedule}: this model merges in its first {blocks} blocks; give a threshold per block")
+def for_first_blocks(schedule: Schedule, blocks: int | None) -> Schedule:
+    """Restrict a schedule to the first `blocks` blocks (None: all), unless it gives one r per block."""
     if blocks is None or not isinstance(schedule, Constant | Inflected | Ratio):
         return schedule
     return Front(schedule, blocks)
 
 
 def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | None = None) -> None:
-    """Refuse what no image of this host can meet: more than half of all patches in one block; and tokens removed
-    elsewhere than in the blocks `at`, if there are such."""
-    if isinstance(schedule, Budget | Learned | Adaptive):
+    """Refuse a schedule that removes more than half of all patches in one block, or tokens outside the blocks `at`."""
+    if isinstance(schedule, Budget | Learned):
         return
-    if isinstance(schedule, Threshold):
-        schedule.wanted(depth)
-        return
-    wanted = schedule.wanted(depth)
-    outside = [layer for layer, r in enumerate(wanted) if r and at is not None and layer not in at]
+    rates = schedule.per_block(depth)
+    outside = [layer for layer, r in enumerate(rates) if r and at is not None and layer not in at]
     if outside:
         assert at is not None
         listed = ", ".join(map(str, sorted(at)))
         example = "/".join("8" if layer in at else "0" for layer in range(depth))
         raise DtemError(
-            f"r = {schedule} would remove tokens in block {outside[0]}, and this method can in blocks {listed} only: "
+            f"r = {schedule} would remove tokens in block {outside[0]}, but this method can in blocks {listed} only: "
             f"give one r per block, such as {example}, or a budget such as 2.5G"
         )
     if isinstance(schedule, Ratio):
         return
-    largest = max(wanted, default=0)
+    largest = max(rates, default=0)
     if largest > patches // 2:
         raise DtemError(
             f"r = {largest} is more than half of the model's {patches} patches; one block can merge at most "
@@ -312,7 +307,7 @@ def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | No
 
 
 def tokens(plan: Sequence[int], patches: int, prefix: int) -> tuple[int, ...]:
-    """Tokens after each block."""
+    """Number of tokens after each block."""
     left, counts = patches + prefix, []
     for r in plan:
         left -= r

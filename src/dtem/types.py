@@ -1,10 +1,10 @@
-"""Words shared by every room.
+"""Types shared by all packages: tokens, attention taps, and the description of a host model.
 
-Shape letters, used in signatures and comments throughout:
+Notation used for tensor shapes, in signatures and comments:
 
     b  images in the batch          n  tokens (prefix and patches)
     c  width of the host            d  width of the decoupled embedding
-    i  tokens on side A             j  tokens on side B
+    i  tokens of set A              j  tokens of set B
     h  attention heads              p  patches of the image grid
     r  tokens removed by one merge
 
@@ -17,36 +17,25 @@ from typing import Any, NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor
 
-#: Sizes below this are read as this inside a logarithm or a division.
+#: Lower bound of token sizes inside a logarithm or a division.
 SIZE_FLOOR = 1e-6
 
 
-class DtemError(ValueError):
-    """A mistake that the user can mend: the message names the value and the way out."""
-
-
-@dataclass(frozen=True)
-class Above:
-    """In place of an r: as many merges as there are edges with a cosine above this, half of the patches at most."""
-
-    threshold: float
-
-
 class Tokens(NamedTuple):
-    """What flows from block to block. Every step returns a new one; nothing is kept elsewhere."""
+    """The state of a forward between two steps: every step returns a new one, and there is no other state."""
 
     x: Float[Tensor, "b n c"]
     size: Float[Tensor, "b n"] | None = None
-    """Patches that each token stands for; None while nothing has been merged (all ones)."""
+    """Number of patches in each token; None while nothing has been merged (all ones)."""
     source: Int[Tensor, "b p"] | None = None
-    """Index of the token that holds each patch, −1 if it was dropped; tracked only when asked for."""
+    """Source map: index of the token that holds each patch, −1 if it was dropped; None unless traced."""
     excluded: int = 0
-    """Tokens at the end of the sequence that take no further part in merging (soft training)."""
+    """Number of tokens at the end of the sequence that take no further part in merging (soft mode)."""
     carry: dict[str, Any] = {}  # noqa: RUF012 - never mutated, only replaced
-    """What a method hands on to its own next step (tokens set aside, running scores, …)."""
+    """Values that a method passes to its own next step (tokens set aside, running scores, …)."""
 
     def replace(self, **changes: Any) -> "Tokens":
-        """A new one with some fields changed. (`_replace` does the same, but older compilers stop there.)"""
+        """A copy with some fields changed. (Like `_replace`, which older versions of torch.compile cannot trace.)"""
         fields: dict[str, Any] = {
             "x": self.x,
             "size": self.size,
@@ -58,7 +47,7 @@ class Tokens(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """What one attention layer lets a method see: views of what was computed anyway, valid during `Method.reduce`."""
+    """Input, queries, keys and values of one attention layer: views that are valid during `Method.reduce`."""
 
     input: Float[Tensor, "b n c"]
     q: Float[Tensor, "b h n e"]
@@ -69,43 +58,43 @@ class Taps(NamedTuple):
 
 @dataclass(frozen=True)
 class HostSpec:
-    """What a method and a file need to know of the model that they serve."""
+    """Description of a host model, as methods and adapter files need it."""
 
     name: str
     """Architecture name, e.g. ``deit_small_patch16_224``."""
     family: str
-    """Adapter that speaks to it, e.g. ``timm_vit``."""
+    """Name of its integration, e.g. ``timm_vit``."""
     depth: int
     width: int
     heads: int
     head_dim: int
     prefix: int
     patches: int
-    """Patches at the host's own image size; other sizes are met when they come."""
+    """Number of patches at the host's own image size. Forwards may have other sizes."""
     pooling: str
     """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``;
-    ``prefix+max`` (class token and best patch); ``dense`` where every patch is read in its place."""
+    ``prefix+max`` (class token and best patch); ``dense`` for dense prediction, which needs every patch."""
     image: tuple[int, int, int] = field(default=(3, 224, 224), compare=False)
     """Channels, height and width of the input."""
     masked: bool = field(default=False, compare=False)
-    """Whether the weights come from masked pre-training (MAE): there, proportional attention does harm at inference."""
+    """Whether the weights come from masked pre-training (MAE), where proportional attention harms inference."""
     class_token: bool = field(default=True, compare=False)
-    """Whether the first prefix token, if there is one, is a class token: False where all of them are registers."""
-    merging: int | None = field(default=None, compare=False)
-    """The first so many blocks merge (and learn to) where r does not say otherwise block by block; None: all."""
+    """Whether the first prefix token, if any, is a class token; False if all of them are registers."""
+    num_merge_blocks: int | None = field(default=None, compare=False)
+    """Number of first blocks that merge, unless r is given per block; None: all."""
 
     @property
-    def learning(self) -> int:
-        """The first so many blocks learn how to merge: what the last one merges never reaches a class token."""
+    def num_trainable_blocks(self) -> int:
+        """Number of first blocks with trained parts: merging in the last block never changes the class token."""
         blocks = self.depth - 1 if self.pooling == "prefix" else self.depth
-        return blocks if self.merging is None else min(blocks, self.merging)
+        return blocks if self.num_merge_blocks is None else min(blocks, self.num_merge_blocks)
 
     @property
     def dense(self) -> bool:
-        """Whether every patch must be there at the end: then merging is undone after each component of a block."""
+        """Whether the head needs every patch: then each merge is undone after the attention or MLP that it was for."""
         return self.pooling == "dense"
 
     @property
     def provides(self) -> frozenset[str]:
-        """What this model has and not every model of its family has."""
+        """Features of this model that not every model of its family has (see `Method.needs`)."""
         return frozenset({"class_token"} if self.class_token and self.prefix else ())

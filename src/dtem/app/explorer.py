@@ -1,7 +1,7 @@
-"""What the explorer shows, computed: one image, one model, some methods at one r. Knows nothing of web pages.
+"""Results of the explorer: one image, one model, several methods at one r. Knows nothing of web pages.
 
-Requests come from many threads, and handles have an r: one request computes at a time, which timings need anyway. What
-does not depend on the image (costs, timings) is measured once per setting and kept.
+Requests come from many threads, and a handle has one r: one request is computed at a time, which timings need anyway.
+Costs and timings, which do not depend on the image, are measured once per setting and cached.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ import functools
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,70 +19,74 @@ from PIL import Image
 from torch import nn
 
 import dtem
-from dtem import adapters
-from dtem.adapters.sharing import share
+from dtem import integrations
+from dtem.app import examples
+from dtem.data import images
+from dtem.data.preprocessing import resolve_data_config
+from dtem.errors import DtemError
 from dtem.handle import Handle
+from dtem.integrations.weight_sharing import share
 from dtem.measure import flops, record, throughput
-from dtem.tasks.classification import pictures
-from dtem.tasks.classification.show import Shown, view
-from dtem.types import DtemError
+from dtem.types import HostSpec
 from dtem.visualise.curves import Point
+from dtem.visualise.show import Visualisation, view_image
 
+T = TypeVar("T")
 UNMERGED = "unmerged"
 METHODS = ("tome", "dtem", "evit", "etps", "ats", "evo_vit", "bat", "token_pooling")
-"""Those that need no training, and dtem."""
+"""Methods without training, and dtem."""
 ROUNDS = 5
-TRAIL = (2, 4, 8, 12, 16, 20, 24)
-"""r at which an image's own curve is drawn, where no accuracies are known."""
-KEPT = 64
-"""Images and settings whose groups are remembered, so that the block slider only draws."""
+CURVE_RATES = (2, 4, 8, 12, 16, 20, 24)
+"""r at which the curve of a single image is drawn, where there is no record of accuracies."""
+CACHE_SIZE = 64
+"""Images and settings whose groups are cached, so that the block slider only draws."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model that the explorer offers."""
+    """A model in the explorer."""
 
     name: str
     host: nn.Module
     examples: Sequence[Image.Image]
     adapter: Path | None = None
-    """Trained embeddings for `dtem`."""
+    """Trained adapter for `dtem`."""
     record: Path | None = None
-    """Of `dtem eval --out`: the accuracies that are plotted."""
+    """Record of `dtem eval --out`: the accuracies that are plotted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one method at one r costs."""
+    """Cost of one method at one r."""
 
     gflops: float
     milliseconds: float
     """Of one image."""
-    base: float
-    """Milliseconds of the unmerged model, which it took turns with."""
+    unmerged_milliseconds: float
+    """Of the unmerged model, timed in alternation."""
     speedup: float
-    """Against that, turn by turn."""
+    """Median over these pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Everything about one request."""
+    """Outcome of one request."""
 
     model: Model
-    shown: Shown
+    visualisation: Visualisation
     costs: dict[str, Cost]
-    """Also of the unmerged model."""
+    """By method, the unmerged model included."""
     refused: dict[str, str]
-    """Methods that cannot do this here, and why."""
+    """Methods that do not work on this model, and why."""
     r: int
     tokens: int
     """Of the unmerged model."""
-    trail: dict[str, list[Point]]
-    """For this image, by method: the probability (%) of what the unmerged model says, at some r."""
+    probability_curves: dict[str, list[Point]]
+    """By method: probability (%) of the unmerged model's prediction for this image, at several r."""
 
 
 class Explorer:
-    """Models by name, and what was found out about them."""
+    """Explores images with several models, and caches what is reused."""
 
     def __init__(self, models: Sequence[Model]) -> None:
         if not models:
@@ -92,7 +96,7 @@ class Explorer:
         self._handles: dict[tuple[str, str], Handle] = {}
         self._costs: dict[tuple[str, str, int], Cost] = {}
         self._gflops: dict[tuple[str, str, int], float] = {}
-        self._seen: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def explore(self, image: Any, name: str, methods: Sequence[str], r: float) -> Result:
         """Run the unmerged model and each method on one image."""
@@ -101,27 +105,28 @@ class Explorer:
             raise DtemError("choose at least one method")
         if unknown := [method for method in methods if method not in METHODS]:
             raise DtemError(f"{', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}")
-        opened = pictures.open_image(image)
+        opened = images.open_image(image)
         with self._lock:
-            shown, refused = self._shown(opened, model, tuple(dict.fromkeys(methods)), r)
-            costs = {method: self._cost(model, method, r) for method in shown.views}
+            visualisation, refused = self._visualisation(opened, model, tuple(dict.fromkeys(methods)), r)
+            costs = {method: self._cost(model, method, r) for method in visualisation.views}
             costs[UNMERGED] = self._cost(model, UNMERGED, 0)
-            wanted = shown.views if model.record is None else ()
-            trail = {method: self._trail(opened, shown, model, method) for method in wanted}
-        spec = self._spec(name)
-        return Result(model, shown, costs, refused, r, spec.patches + spec.prefix, trail)
+            predicted = int(visualisation.unmerged.argmax())
+            drawn = visualisation.views if model.record is None else ()
+            curves = {method: self._probability_curve(opened, predicted, model, method) for method in drawn}
+        host = self._host(name)
+        return Result(model, visualisation, costs, refused, r, host.patches + host.prefix, curves)
 
     def largest(self, name: str) -> int:
-        """r up to which the slider goes."""
-        return max(1, self._spec(name).patches // 4)
+        """Largest r of the slider."""
+        return max(1, self._host(name).patches // 4)
 
     def depth(self, name: str) -> int:
         """Blocks of a model."""
-        return self._spec(name).depth
+        return self._host(name).depth
 
-    def _spec(self, name: str) -> Any:
+    def _host(self, name: str) -> HostSpec:
         host = self._model(name).host
-        return adapters.find(host).describe(host)
+        return integrations.find(host).describe(host)
 
     def _model(self, name: str) -> Model:
         if name not in self.models:
@@ -144,103 +149,107 @@ class Explorer:
                 self._handles[key] = dtem.patch(copied, method)
         return self._handles[key]
 
-    def _shown(
+    def _visualisation(
         self, image: Image.Image, model: Model, methods: tuple[str, ...], r: int
-    ) -> tuple[Shown, dict[str, str]]:
-        key = _digest(image), model.name, methods, r
-        if key in self._seen:
-            self._seen.move_to_end(key)
-            return self._seen[key]  # type: ignore[no-any-return]
-        refused, handles = {}, {}
-        for method in methods:
-            try:
-                handle = self._handle(model, method)
-                handle.r = r
-                handles[method] = handle
-            except DtemError as error:
-                refused[method] = str(error)
-        if not handles:
-            raise DtemError("; ".join(refused.values()))
-        found = dtem.show(handles, image), refused
-        self._keep(key, found)
-        return found
+    ) -> tuple[Visualisation, dict[str, str]]:
+        def compute() -> tuple[Visualisation, dict[str, str]]:
+            refused, handles = {}, {}
+            for method in methods:
+                try:
+                    handle = self._handle(model, method)
+                    handle.r = r
+                    handles[method] = handle
+                except DtemError as error:
+                    refused[method] = str(error)
+            if not handles:
+                raise DtemError("; ".join(refused.values()))
+            return dtem.show(handles, image), refused
 
-    def _keep(self, key: tuple[Any, ...], found: Any) -> None:
-        self._seen[key] = found
-        while len(self._seen) > KEPT:
-            self._seen.popitem(last=False)
+        return self._cached((_digest(image), model.name, methods, r), compute)
 
-    def _trail(self, image: Image.Image, shown: Shown, model: Model, method: str) -> list[Point]:
-        """What is left of the unmerged model's answer as r grows."""
-        key = _digest(image), model.name, method
-        if key in self._seen:
-            self._seen.move_to_end(key)
-            return self._seen[key]  # type: ignore[no-any-return]
-        handle, said = self._handle(model, method), int(shown.unmerged.argmax())
-        x = pictures.prepare(pictures.data_config(handle.model, handle.host.image), image)
-        before, points = handle.r, []
-        for r in (r for r in TRAIL if r <= self.largest(model.name)):
-            handle.r = r
-            left = 100 * float(view(handle, x).probabilities[said])
-            points.append(Point(self._count(model, method, r), left, f"r={r}"))
-        handle.r = before
-        self._keep(key, points)
-        return points
+    def _probability_curve(self, image: Image.Image, predicted: int, model: Model, method: str) -> list[Point]:
+        def compute() -> list[Point]:
+            handle = self._handle(model, method)
+            x = images.prepare(resolve_data_config(handle.model), image)
+            points = []
+            for r in (r for r in CURVE_RATES if r <= self.largest(model.name)):
+                with handle.at(r=r):
+                    probability = float(view_image(handle, x).probabilities[predicted])
+                    points.append(Point(self._count(model, method, r), 100 * probability, f"r={r}"))
+            return points
+
+        return self._cached((_digest(image), model.name, method), compute)
+
+    def _cached(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """The result for `key`, computed if it is not among the last ones."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        result: T = self._cache[key]
+        return result
 
     def _count(self, model: Model, method: str, r: int) -> float:
-        """GFLOPs of a method, whose handle is at that r, or of the unmerged model."""
+        """GFLOPs of the unmerged model, or of a method whose handle is at that r."""
         key = model.name, method, r
         if key not in self._gflops:
             counted = model.host if method == UNMERGED else self._handle(model, method).model
-            self._gflops[key] = flops.count(counted, self._spec(model.name).image).macs / 1e9
+            self._gflops[key] = flops.count(counted, self._host(model.name).image).macs / 1e9
         return self._gflops[key]
 
     def _cost(self, model: Model, method: str, r: int) -> Cost:
         key = model.name, method, r
         if key in self._costs:
             return self._costs[key]
-        spec = self._spec(model.name)
         merged: nn.Module = model.host
         if method != UNMERGED:
             handle = self._handle(model, method)
             handle.r = r
             merged = handle.model
-        batch = torch.zeros(1, *spec.image)
+        batch = torch.zeros(1, *self._host(model.name).image)
         timings = throughput.compare({UNMERGED: model.host, method: merged}, batch, ROUNDS, 1)
-        own, base = timings[method], timings[UNMERGED]
-        cost = Cost(self._count(model, method, r), 1000 * own.seconds, 1000 * base.seconds, own.speedup.median)
-        self._costs[key] = cost
-        return cost
+        own, unmerged = timings[method], timings[UNMERGED]
+        gflops = self._count(model, method, r)
+        self._costs[key] = Cost(gflops, 1000 * own.seconds, 1000 * unmerged.seconds, own.speedup.median)
+        return self._costs[key]
 
 
 def _digest(image: Image.Image) -> tuple[Any, ...]:
-    """What tells images apart."""
+    """Size and hash of the pixels."""
     return image.size, hashlib.sha256(np.asarray(image.convert("RGB")).tobytes()).hexdigest()
 
 
 @functools.lru_cache(maxsize=16)
-def measured(path: Path, model: str | None = None) -> tuple[str, dict[str, list[Point]]]:
-    """What an evaluation (of `model`) found: a line of words about it, and points by method (`UNMERGED` among them)."""
-    kept = record.load(path)
-    results = kept.results
+def load_accuracies(path: Path, model: str | None = None) -> tuple[str, dict[str, list[Point]]]:
+    """Of a record of `dtem eval` (about `model`): a line about it, and points by method, `UNMERGED` included."""
+    stored = record.load_record(path)
+    results = stored.results
     lines: dict[str, list[Point]] = {}
     try:
         for row in results["rows"]:
-            point = Point(row["macs"] / 1e9, row["top1"], f"r={row['r']}")
-            lines.setdefault(row["method"], []).append(point)
-        words = f"{results['model']} on {results['images']} images of {results['data']}, measured {kept.time[:10]}"
+            lines.setdefault(row["method"], []).append(Point(row["macs"] / 1e9, row["top1"], f"r={row['r']}"))
+        title = f"{results['model']} on {results['images']} images of {results['data']}, measured {stored.time[:10]}"
         assert lines[UNMERGED]
-        if model is not None and results["model"].partition(".")[0] != model.partition(".")[0]:  # weights' tag aside
+        if model is not None and results["model"].partition(".")[0] != model.partition(".")[0]:  # without the tag
             raise DtemError(f"{path} is about {results['model']}, not {model}")
     except (KeyError, TypeError) as error:
         raise DtemError(f"{path} is not a record of `dtem eval`: {error!r} is missing") from error
-    return words, lines
+    return title, lines
 
 
-def between(points: Sequence[Point], gflops: float, label: str) -> Point | None:
-    """The point of a line at some cost, straight between its neighbours; None where the line does not reach."""
+def interpolate(points: Sequence[Point], gflops: float, label: str) -> Point | None:
+    """The point of a line at some cost, linearly between its neighbours; None outside of the line."""
     ordered = sorted(points)
     if not ordered or not ordered[0].gflops <= gflops <= ordered[-1].gflops:
         return None
     accuracy = np.interp(gflops, [p.gflops for p in ordered], [p.accuracy for p in ordered])
     return Point(gflops, float(accuracy), label)
+
+
+def digit_model() -> Model:
+    """The digit classifier of the package, with its adapter, record and some digits: works offline."""
+    from dtem.models import mnist_vit
+
+    adapter, accuracies = mnist_vit.asset("dtem.safetensors"), mnist_vit.asset("record.json")
+    return Model(mnist_vit.NAME, mnist_vit.create(), examples.digits(), adapter, accuracies)

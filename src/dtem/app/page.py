@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from dtem.app.explorer import UNMERGED, Cost, Model, Result, between, measured
-from dtem.tasks.classification.pictures import class_name
-from dtem.types import DtemError
+from dtem.app.explorer import UNMERGED, Cost, Model, Result, interpolate, load_accuracies
+from dtem.data.labels import class_name
+from dtem.errors import DtemError
 from dtem.visualise import curves, groups
 
 STYLE = """
@@ -48,23 +48,23 @@ STYLE = """
 
 def cards(result: Result, block: int) -> str:
     """Side by side: the image, and its groups after `block` (from 1) by each method."""
-    shown, model = result.shown, result.model
-    plain, size = groups.data_uri(shown.plain()), [("tokens at the end", str(result.tokens))]
-    parts = [_card(model, UNMERGED, "r = 0", plain, result.costs[UNMERGED], shown.unmerged, size)]
-    for name, view in shown.views.items():
+    visualisation, model = result.visualisation, result.model
+    plain, size = groups.data_uri(visualisation.plain()), [("tokens at the end", str(result.tokens))]
+    parts = [_card(model, UNMERGED, "r = 0", plain, result.costs[UNMERGED], visualisation.unmerged, size)]
+    for name, view in visualisation.views.items():
         facts = [
             ("tokens at the end", str(view.tokens[-1])),
-            (f"groups, block {block}", str(view.groups(block - 1))),
+            (f"groups, block {block}", str(view.num_groups(block - 1))),
             *_allocation(result, name, block),
         ]
-        picture = groups.data_uri(shown.groups(name, block - 1))
+        picture = groups.data_uri(visualisation.groups(name, block - 1))
         parts.append(_card(model, name, f"r = {view.r}", picture, result.costs[name], view.probabilities, facts, block))
     refused = "".join(message(f"{name}: {reason}") for name, reason in result.refused.items())
     return f'<div class="dtem-cards">{"".join(parts)}</div>{refused}{_notes(result)}'
 
 
 def message(text: str) -> str:
-    """Something to tell the user instead of a result."""
+    """An error message instead of a result."""
     return f'<div class="dtem-message" role="alert">{escape(text)}</div>'
 
 
@@ -72,50 +72,50 @@ def curve(result: Result) -> str:
     """Accuracy against cost with the current point; a note where no accuracies are known."""
     path = result.model.record
     if path is None:
-        return _own_curve(result)
-    words, lines = measured(path)
-    names = tuple(name for name in result.shown.views if name in lines)
-    now = {}
+        return _probability_curve(result)
+    title, lines = load_accuracies(path)
+    names = tuple(name for name in result.visualisation.views if name in lines)
+    current = {}
     for name in names:
-        point = between([*lines[name], *lines[UNMERGED]], result.costs[name].gflops, "")
+        point = interpolate([*lines[name], *lines[UNMERGED]], result.costs[name].gflops, "")
         if point is not None:
-            now[name] = point
-    missing = [name for name in result.shown.views if name not in lines]
+            current[name] = point
+    missing = [name for name in result.visualisation.views if name not in lines]
     without = f" Not measured: {escape(', '.join(missing))}." if missing else ""
-    plot = _plot(path, names, tuple(now.items())) if names else "No accuracies of these methods are known."
-    ringed = f" Ringed: r = {result.r}, straight between measured points." if now else ""
-    return f'<div class="dtem-plot">{plot}</div><p class="dtem-note">{escape(words)}.{ringed}{without}</p>'
+    plot = _plot(path, names, tuple(current.items())) if names else "No accuracies of these methods are known."
+    ringed = f" Ringed: r = {result.r}, straight between measured points." if current else ""
+    return f'<div class="dtem-plot">{plot}</div><p class="dtem-note">{escape(title)}.{ringed}{without}</p>'
 
 
-def _own_curve(result: Result) -> str:
-    """Of this image alone: what is left of the unmerged model's answer as r grows."""
-    shown = result.shown
-    said = int(shown.unmerged.argmax())
-    base = curves.Point(result.costs[UNMERGED].gflops, 100 * float(shown.unmerged[said]), UNMERGED)
+def _probability_curve(result: Result) -> str:
+    """For this image alone: probability of the unmerged model's prediction against cost."""
+    visualisation = result.visualisation
+    predicted = int(visualisation.unmerged.argmax())
+    base = curves.Point(result.costs[UNMERGED].gflops, 100 * float(visualisation.unmerged[predicted]), UNMERGED)
     now = {
-        name: curves.Point(result.costs[name].gflops, 100 * float(view.probabilities[said]), "")
-        for name, view in shown.views.items()
+        name: curves.Point(result.costs[name].gflops, 100 * float(view.probabilities[predicted]), "")
+        for name, view in visualisation.views.items()
     }
-    lines = {name: [_thinned(point, 8) for point in points] for name, points in result.trail.items()}
-    value = f"probability of {class_name(result.model.host, said)} (%)"
+    lines = {name: [_thin_labels(point, 8) for point in points] for name, points in result.probability_curves.items()}
+    value = f"probability of {class_name(result.model.host, predicted)} (%)"
     svg = curves.draw(lines, base=base, now=now, value=value, form="svg").decode()
     return (
-        f'<div class="dtem-plot">{svg[svg.index("<svg") :]}</div><p class="dtem-note">This image alone: what is left '
-        f"of the unmerged model's answer as r grows. Ringed: r = {result.r}. For accuracy, keep what "
-        "<code>dtem eval … --out DIR</code> finds and start with <code>dtem app … --record DIR/record.json</code>.</p>"
+        f'<div class="dtem-plot">{svg[svg.index("<svg") :]}</div><p class="dtem-note">This image alone: '
+        f"probability of the unmerged model's prediction as r grows. Ringed: r = {result.r}. For accuracy, run "
+        "<code>dtem eval … --out DIR</code> and start with <code>dtem app … --record DIR/record.json</code>.</p>"
     )
 
 
 @functools.lru_cache(maxsize=128)
 def _plot(path: Any, names: Sequence[str], now: Sequence[tuple[str, curves.Point]]) -> str:
-    lines = {name: [_thinned(point) for point in line] for name, line in measured(path)[1].items()}
+    lines = {name: [_thin_labels(point) for point in line] for name, line in load_accuracies(path)[1].items()}
     base = lines[UNMERGED][0]._replace(label=UNMERGED)
     svg = curves.draw({name: lines[name] for name in names}, base=base, now=dict(now), form="svg").decode()
     return svg[svg.index("<svg") :]
 
 
-def _thinned(point: curves.Point, step: int = 16) -> curves.Point:
-    """Without its label, unless r is a multiple of `step`: a line has more points than there is room for words."""
+def _thin_labels(point: curves.Point, step: int = 16) -> curves.Point:
+    """Without its label, unless r is a multiple of `step`: there is no room for all of them."""
     r = point.label.removeprefix("r=")
     return point if r.isdigit() and int(r) % step == 0 else point._replace(label="")
 
@@ -136,13 +136,13 @@ def _card(
         ("latency", f"{cost.milliseconds:.1f} ms"),
     ]
     if name != UNMERGED:
-        facts += [("unmerged, in turn", f"{cost.base:.1f} ms"), ("speed-up", f"{cost.speedup:.2f} ×")]
+        facts += [("unmerged, in turn", f"{cost.unmerged_milliseconds:.1f} ms"), ("speed-up", f"{cost.speedup:.2f} ×")]
     listed = "".join(f"<dt>{escape(fact)}</dt><dd>{escape(value)}</dd>" for fact, value in facts)
-    said = f"{name}, groups after block {block}" if block else "the image as the model gets it"
+    alt = f"{name}, groups after block {block}" if block else "the image as the model gets it"
     square = ' class="square"' if model.examples and model.examples[0].width < 64 else ""
     return (
         f'<div class="dtem-card" data-method="{escape(name)}"><h3>{escape(name)}<small>{escape(r)}</small></h3>'
-        f'<img{square} src="{picture}" alt="{escape(said)}"><dl class="dtem-facts">{listed}</dl>'
+        f'<img{square} src="{picture}" alt="{escape(alt)}"><dl class="dtem-facts">{listed}</dl>'
         f"{_bars(model, probabilities)}</div>"
     )
 
@@ -160,26 +160,26 @@ def _bars(model: Model, probabilities: Any) -> str:
 
 
 def _allocation(result: Result, name: str, block: int) -> list[tuple[str, str]]:
-    found = result.shown.allocation(name, block - 1)
-    if found is None:
+    shares = result.visualisation.allocation(name, block - 1)
+    if shares is None:
         return []
-    return [("on foreground", f"{found.foreground_tokens:.1f} ({100 * found.share:.0f} %)")]
+    return [("on foreground", f"{shares.foreground_tokens:.1f} ({100 * shares.share:.0f} %)")]
 
 
 def _notes(result: Result) -> str:
-    shown = result.shown
+    visualisation = result.visualisation
     notes = []
-    if shown.foreground is not None:
-        even = f"{int(shown.foreground.sum())} of {len(shown.foreground)} patches"
-        notes.append(f"Foreground ({even}): by {shown.foreground_by}.")
-    if "dtem" in shown.views and result.model.adapter is None:
-        notes.append("dtem has no trained embeddings for this model, so it merges exactly as tome does.")
+    if visualisation.foreground is not None:
+        count = f"{int(visualisation.foreground.sum())} of {len(visualisation.foreground)} patches"
+        notes.append(f"Foreground ({count}): by {visualisation.foreground_by}.")
+    if "dtem" in visualisation.views and result.model.adapter is None:
+        notes.append("dtem is untrained for this model, so it merges exactly as tome does.")
     notes.append("Latency is of one image, measured on this machine in turns with the unmerged model, once for each r.")
     return f'<p class="dtem-note">{escape(" ".join(notes))}</p>'
 
 
-def checked(block: Any, depth: int) -> int:
-    """The block slider's value."""
+def check_block(block: Any, depth: int) -> int:
+    """The value of the block slider."""
     if not isinstance(block, int | float) or not 1 <= block <= depth:
         raise DtemError(f"block = {block!r} must be a number from 1 to {depth}")
     return int(block)

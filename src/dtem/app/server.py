@@ -1,45 +1,51 @@
-"""The explorer's web page. The only module that knows of gradio."""
+"""The web page of the explorer. The only module that imports gradio."""
 
+import contextlib
 import logging
 import os
+import shutil
 import socket
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dtem.app import page
 from dtem.app.explorer import METHODS, Explorer, Model
-from dtem.tasks.classification import pictures
-from dtem.types import DtemError
+from dtem.app.guard import Guard
+from dtem.data import images
+from dtem.errors import DtemError, require
 
 UPLOAD = "10mb"
 """Largest file that may be uploaded."""
 PIXELS = 25_000_000
 """Largest image."""
-WAITING = 256
-"""Requests that may wait their turn."""
+QUEUE_SIZE = 256
+"""Requests that may wait in the queue."""
+NUM_SESSIONS = 100
+"""Sessions that gradio keeps in memory, the last ones; each takes 0.1 MB."""
+NUM_UPLOADS = 64
+"""Uploads that are kept while the server runs, the last ones."""
 INTRO = """# dtem explorer
 Token merging joins patches that are alike, block by block: patches of one token share their mean colour. Drop an image,
-choose methods and r, and see what is merged, what the model says, and what it costs."""
-# Everything comes from this server: a page that asks for anything else is stopped by the browser.
-POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self'; form-action 'self'"
+choose methods and r, and see what is merged, what the model predicts, and what it costs."""
 log = logging.getLogger("dtem.app")
 
 
 def check() -> None:
-    """Refuse early where gradio is missing."""
-    try:
-        import gradio  # noqa: F401
-    except ImportError as error:
-        raise DtemError("the explorer needs gradio, which is not installed: pip install 'dtem[app]'") from error
+    """Raise early if a package that the explorer needs is missing."""
+    for package in ("gradio", "matplotlib"):
+        require(package, "app")
 
 
-def quiet() -> None:
-    """Before gradio is imported: nothing calls home."""
+def no_telemetry() -> None:
+    """Switch off telemetry; to be called before gradio is imported."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-def answer(
+def render(
     explorer: Explorer,
     upload: str | None,
     example: float | None,
@@ -48,16 +54,16 @@ def answer(
     r: float,
     block: float,
 ) -> tuple[str, str]:
-    """Cards and curve; whatever goes wrong becomes a message, never an error of the server."""
+    """Cards and curve as HTML; an error becomes a message on the page, never an error of the server."""
     try:
         if name not in explorer.models:
             raise DtemError(f"there is no model {name!r} here; choose from {', '.join(explorer.models)}")
-        known = explorer.models[name].examples
-        image = upload if upload else known[int(example or 0) % len(known)]
-        opened = pictures.open_image(image, PIXELS)
-        result = explorer.explore(opened, name, methods, r)
-        at = page.checked(block, explorer.depth(name))
-        return page.cards(result, at), page.curve(result)
+        if upload and not os.path.isfile(upload):
+            raise DtemError("this upload is no longer here; drop the image again")
+        examples = explorer.models[name].examples
+        image = upload if upload else examples[int(example or 0) % len(examples)]
+        result = explorer.explore(images.open_image(image, PIXELS), name, methods, r)
+        return page.cards(result, page.check_block(block, explorer.depth(name))), page.curve(result)
     except DtemError as error:
         return page.message(str(error)), ""
     except Exception as error:
@@ -67,18 +73,18 @@ def answer(
 
 def build(models: Sequence[Model]) -> Any:
     """The page, not served yet."""
-    quiet()
+    no_telemetry()
     check()
     import gradio as gr
 
     explorer = Explorer(models)
     first = models[0]
-    with gr.Blocks(title="dtem explorer", analytics_enabled=False, delete_cache=(600, 3600)) as blocks:
+    with gr.Blocks(title="dtem explorer", analytics_enabled=False) as blocks:
         gr.Markdown(INTRO)
         with gr.Row(equal_height=False):
             with gr.Column(scale=1, min_width=300):
                 name = gr.Dropdown(list(explorer.models), value=first.name, label="Model", elem_id="model")
-                upload = gr.File(label="Drop an image", file_types=["image"], height=120, elem_id="upload")
+                upload: Any = gr.File(label="Drop an image", file_types=["image"], height=120, elem_id="upload")
                 gallery = gr.Gallery(
                     [*first.examples],
                     label="or take an example",
@@ -105,46 +111,125 @@ def build(models: Sequence[Model]) -> Any:
         def explore(
             upload: str | None, example: float | None, name: str, methods: list[str], r: float, block: float
         ) -> tuple[str, str]:
-            return answer(explorer, upload, example, name, methods, r, block)
+            return render(explorer, upload, example, name, methods, r, block)
 
-        def choose(name: str, r: float) -> tuple[Any, Any, Any]:
-            known = explorer.models.get(name, first)
-            deep, most = explorer.depth(known.name), explorer.largest(known.name)
+        def change_model(name: str, r: float) -> tuple[Any, Any, Any]:
+            model = explorer.models.get(name, first)
+            depth, largest = explorer.depth(model.name), explorer.largest(model.name)
             return (
-                gr.Gallery([*known.examples]),
-                gr.Slider(maximum=most, value=min(r, most)),
-                gr.Slider(maximum=deep, value=(deep + 1) // 2),
+                gr.Gallery([*model.examples]),
+                gr.Slider(maximum=largest, value=min(r, largest)),
+                gr.Slider(maximum=depth, value=(depth + 1) // 2),
             )
 
-        def take(event: gr.SelectData) -> tuple[int, None]:
+        def select(event: gr.SelectData) -> tuple[int, None]:
             return int(event.index), None
 
-        given = [upload, example, name, methods, r, block]
-        asked = {"inputs": given, "outputs": [cards, plot], "show_progress": "minimal"}
         gr.on(
             [blocks.load, upload.change, example.change, name.change, methods.change, r.change, block.change],
             explore,
-            **asked,
+            inputs=[upload, example, name, methods, r, block],
+            outputs=[cards, plot],
+            show_progress="minimal",
             trigger_mode="always_last",
             api_name="explore",
         )
-        name.change(choose, [name, r], [gallery, r, block], api_visibility="private")
-        gallery.select(take, None, [example, upload], api_visibility="private")
-    blocks.queue(max_size=WAITING, default_concurrency_limit=4)
+        name.change(change_model, [name, r], [gallery, r, block], api_visibility="private")
+        gallery.select(select, None, [example, upload], api_visibility="private")
+    # gr.File would leave an empty temporary file behind every request.
+    upload.preprocess = lambda payload: None if payload is None else payload.path
+    for component in blocks.blocks.values():
+        component.async_move_resource_to_block_cache = _without_download(component)
+    blocks.queue(max_size=QUEUE_SIZE, default_concurrency_limit=4)
     return blocks
 
 
-def launch(
+def _without_download(component: Any) -> Any:
+    """Gradio downloads a file that a client names by its address; here nothing is fetched from other servers."""
+    move = component.async_move_resource_to_block_cache
+
+    async def move_local(path: str | Path | None) -> str | None:
+        if path is not None and "://" in str(path):
+            import gradio as gr
+
+            raise gr.Error("Give a file, not an address.", print_exception=False)
+        return await move(path)
+
+    return move_local
+
+
+@contextlib.contextmanager
+def serve(
     models: Sequence[Model],
     host: str = "127.0.0.1",
     port: int | None = None,
     *,
     browser: bool = False,
-    wait: bool = True,
-) -> Any:
-    """Serve the page, on this machine alone unless `host` says otherwise. Without `wait`, returns the running page."""
+    allowed_hosts: Collection[str] = (),
+) -> Iterator[str]:
+    """Serve the page, on this machine alone unless `host` says otherwise; the context is its address.
+
+    Args:
+        models: the first one is shown first.
+        host: address to listen on.
+        port: default: the first free one from 7860 on.
+        browser: open the page in the browser.
+        allowed_hosts: names by which other machines may address this one; loopback names and `host` always may.
+    """
     check_address(host, port)
-    blocks = build(models)
+    with temporary_folder() as folder:
+        blocks = build(models)
+        uploads = folder / "uploads"
+
+        def make_room() -> None:
+            remove_oldest(uploads, NUM_UPLOADS - 1)
+            for names in blocks.temp_file_sets:  # the same files, which gradio would remember forever
+                names.clear()
+
+        _launch(blocks, host, port, browser, names={host, *allowed_hosts}, before_upload=make_room)
+        blocks.app.uploaded_file_dir = str(uploads)
+        try:
+            yield blocks.local_url
+        finally:
+            blocks.server.config.timeout_graceful_shutdown = 1  # seconds for open connections
+            blocks.close(verbose=False)
+
+
+def wait() -> None:
+    """Wait for a signal."""
+    threading.Event().wait()
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Folder for all files of gradio, removed at the end."""
+    before = os.environ.get("GRADIO_TEMP_DIR")
+    folder = tempfile.mkdtemp(prefix="dtem-app-")
+    os.environ["GRADIO_TEMP_DIR"] = folder
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if before is None:
+            del os.environ["GRADIO_TEMP_DIR"]
+        else:
+            os.environ["GRADIO_TEMP_DIR"] = before
+
+
+def remove_oldest(folder: Path, limit: int) -> None:
+    """Remove all files of a folder but the `limit` newest ones, and folders that are then empty."""
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another upload has moved it just now
+            if path.is_file():
+                files.append((path.stat().st_mtime, path))
+    for _, path in sorted(files)[: max(0, len(files) - limit)]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()
+
+
+def _launch(blocks: Any, host: str, port: int | None, browser: bool, **guard: Any) -> None:
     import gradio as gr
     from starlette.middleware import Middleware
 
@@ -157,45 +242,28 @@ def launch(
             prevent_thread_lock=True,
             share=False,
             max_file_size=UPLOAD,
+            state_session_capacity=NUM_SESSIONS,
             footer_links=[],
             ssr_mode=False,
             enable_monitoring=False,
             quiet=True,
             theme=theme,
             css=page.STYLE,
-            app_kwargs={"middleware": [Middleware(OwnPagesOnly)]},
+            app_kwargs={"middleware": [Middleware(Guard, **guard)]},
         )
     except OSError as error:
         raise DtemError(f"cannot serve on {host}, port {port or 'any'}: {error}") from error
-    if wait:
-        blocks.block_thread()
-    return blocks
 
 
 def check_address(host: str, port: int | None) -> None:
     """Refuse an address on which nothing could listen; gradio would try one port after the other."""
     if port is not None and not 0 < port < 65536:
-        raise DtemError(f"--port {port} must be a number from 1 to 65535")
+        raise DtemError(f"port = {port} must be a number from 1 to 65535")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
         raise DtemError(
-            f"--host {host}: this machine cannot listen there ({error}); use 127.0.0.1 or 0.0.0.0"
+            f"host = {host!r}: this machine cannot listen there ({error}); use 127.0.0.1 or 0.0.0.0"
         ) from error
-
-
-class OwnPagesOnly:
-    """Tells the browser to take nothing from other servers."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def with_policy(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
-            await send(message)
-
-        await self.app(scope, receive, with_policy if scope["type"] == "http" else send)

@@ -1,23 +1,27 @@
 """Open the explorer in a browser: drop an image, choose methods and r, and see side by side what is merged block by
-block, what the model says, how many tokens are left, and what it costs.
+block, what the model predicts, how many tokens remain, and what it costs.
 
-It runs offline with the package's own digit reader; --model adds others. It listens on this machine alone (127.0.0.1),
-takes files up to 10 MB and images up to 25 million pixels, keeps nothing, and fetches nothing from other servers.
+It works offline with a digit classifier that comes with dtem; --model adds another model. It listens on this machine
+alone (127.0.0.1), takes files up to 10 MB and images up to 25 million pixels, keeps nothing when it ends, and fetches
+nothing from other servers.
 """
 
-import argparse
-import copy
+import contextlib
 import signal
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dtem.cli import common, show
+from dtem.cli import options
+from dtem.cli.parser import VerbParser
+from dtem.cli.printing import print_parts
+from dtem.errors import DtemError
 
 if TYPE_CHECKING:
     from dtem.app.explorer import Model
 
-NAME = "app"
 HELP = "explore merging in a browser"
 EXAMPLES = """\
 examples:
@@ -25,63 +29,87 @@ examples:
   dtem app --model deit_tiny_patch16_224 --weights deit.safetensors
   dtem app --model deit_small_patch16_224 --adapter my.safetensors --record results/record.json --port 8000
 """
+DIGITS = "mnist_vit"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: VerbParser) -> None:
     """Options of this verb."""
-    add = parser.add_argument
-    add("--model", metavar="NAME", help="timm name of a model to offer, beside mnist_vit")
-    add("--weights", metavar="FILE", help="its weights: .safetensors or a torch file; default: timm's own (downloaded)")
-    add("--adapter", metavar="FILE_OR_NAME", help="its trained embeddings; default: shipped ones, if there are any")
-    add("--record", metavar="FILE", help="record.json of `dtem eval --out`: its accuracies, for the curve")
-    add("--classes", metavar="N", type=int, help="classes of the head, where not the model's own")
-    add("--img-size", metavar="N", help="image size where it is not the model's own: 384 or 224x320")
-    add("--pool", choices=("token", "avg", "map"), help="how the head reads tokens (MAE: avg)")
+    options.add_model_options(parser, default=None)
+    add = parser.group("merging").add_argument
+    add("--adapter", metavar="FILE", help="adapter of --model for dtem; default: the shipped one, if there is one")
+    add("--record", metavar="FILE", help="record.json of `dtem eval --out`: accuracies for the trade-off curve")
+    add = parser.group("server").add_argument
     add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on; default %(default)s: only here")
-    add("--port", metavar="N", type=int, help="default: the first that is free from 7860 on")
-    add("--browser", action="store_true", help="open the page at once")
+    add(
+        "--allowed-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="with --host: a name by which others address this machine; repeatable",
+    )
+    add("--port", metavar="N", type=int, help="default: the first free one from 7860 on")
+    add("--browser", action="store_true", help="open the page in the browser")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Build the models and serve."""
+def run(args: Namespace) -> int:
+    """Load the models and serve the page."""
+    print(f"loading the explorer with {args.model or DIGITS} …", file=sys.stderr, flush=True)
     from dtem.app import server
-    from dtem.visualise import curves
 
-    server.quiet()
+    server.no_telemetry()
     server.check()
-    curves.check()
-    models = offered(args)
-    running = server.launch(models, args.host, args.port, browser=args.browser, wait=False)
-    print(f"The explorer is at {running.local_url} (stop it with Ctrl-C).", file=sys.stderr)
-    common.show(args, {"url": running.local_url, "models": [model.name for model in models]})
-    args.stdout.flush()  # whoever started this waits for the address, not for the end
-    if args.host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"--host {args.host}: others on your network can use it too.", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that uploads are deleted then, too
-    running.block_thread()
+    with _exit_on_signals():
+        models = _models(args)
+        with server.serve(models, args.host, args.port, browser=args.browser, allowed_hosts=args.allowed_host) as url:
+            print(f"The explorer is at {url} (stop it with Ctrl-C).", file=sys.stderr)
+            print_parts(args, {"url": url, "models": [model.name for model in models]})
+            args.stdout.flush()  # whoever started this waits for the address, not for the end
+            if args.host not in ("127.0.0.1", "localhost", "::1"):
+                print(
+                    f"--host {args.host}: others on your network can use it too, by address or --allowed-host NAME.",
+                    file=sys.stderr,
+                )
+            server.wait()
     return 0
 
 
-def offered(args: argparse.Namespace) -> "list[Model]":
-    """The user's model, if there is one, and the digit reader."""
-    from dtem import storage
-    from dtem.app import examples
-    from dtem.app.explorer import Model, measured
-    from dtem.tasks.classification import digits
-    from dtem.types import DtemError
+@contextlib.contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """End by SystemExit on any signal to stop, so that uploads are deleted."""
+    signals = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None))]
 
-    if args.model in (None, digits.NAME):
-        for option in ("weights", "adapter", "record", "classes", "img_size", "pool"):
-            if getattr(args, option) is not None:
+    def stop(*_: Any) -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)  # one is enough: nothing interrupts the cleaning up
+        sys.exit(0)
+
+    before = [(number, signal.signal(number, stop)) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _models(args: Namespace) -> "list[Model]":
+    """The user's model, if there is one, and the digit classifier."""
+    from dtem.adapters import storage
+    from dtem.app import examples
+    from dtem.app.explorer import Model, digit_model, load_accuracies
+    from dtem.models.factory import create_model
+
+    settings = options.model_options(args)
+    if args.model in (None, DIGITS):
+        del settings["pretrained"]
+        for option, value in {**settings, "adapter": args.adapter, "record": args.record}.items():
+            if value is not None:
                 raise DtemError(f"--{option.replace('_', '-')} is for a model of your own: add --model")
+        return [digit_model()]
     record = None if args.record is None else Path(args.record)
     if record is not None:
-        measured(record, args.model)  # so that a wrong file is known at once
-    models = [Model(digits.NAME, digits.host(), examples.digits(), digits.adapter(), digits.record())]
-    if args.model in (None, digits.NAME):
-        return models
-    adapter = show.embeddings(args.model) if args.adapter is None else storage.locate(args.adapter, None)
-    host = show.host(copy.copy(args))
+        load_accuracies(record, args.model)  # a wrong file is refused before weights are downloaded
+    adapter = storage.shipped_for(args.model) if args.adapter is None else storage.locate(args.adapter, None)
+    host = create_model(args.model, **settings)
     if not getattr(host, "num_classes", 1):
-        raise DtemError(f"{args.model} has no classifier, and the explorer shows what a model says; try `dtem show`")
-    return [Model(args.model, host, examples.drawings(), adapter, record), *models]
+        raise DtemError(f"{args.model} has no classifier, and the explorer shows predictions; try `dtem show`")
+    return [Model(args.model, host, examples.drawings(), adapter, record), digit_model()]

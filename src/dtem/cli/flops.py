@@ -8,79 +8,30 @@ Nothing is computed and no weights are needed, so any model takes a second or tw
 
 import argparse
 
-from dtem.cli import common, segmentation
+from dtem.cli.options import add_method_options, add_model_options, model_options, named
+from dtem.cli.parser import VerbParser
+from dtem.cli.printing import print_report
 
-NAME = "flops"
 HELP = "count operations, tokens and added parameters"
 EXAMPLES = """\
 examples:
-  dtem flops deit_small_patch16_224 --r 0,8,13,16
-  dtem flops vit_large_patch16_224 --pool avg --r 8           MAE-L
-  dtem flops vit_small_patch16_384 --r 48,20%,8G --json       other forms of r
-  dtem flops seg_s_mask_16 --r 20%,30%,40%,50%                Segmenter, merged and unmerged in each half of a block
+  dtem flops --model deit_small_patch16_224 --r 0,8,13,16
+  dtem flops --model vit_large_patch16_224 --global-pool avg --r 8     MAE-L
+  dtem flops --model vit_small_patch16_384 --r 48,20%,8G --json        other forms of r
+  dtem flops --model seg_s_mask_16 --r 20%,30%,40%,50%                 Segmenter
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: VerbParser) -> None:
     """Options of this verb."""
-    common.add_model_arguments(parser)
+    add_model_options(parser, weights=False)
+    add_method_options(parser, several=False, method=None, r="0,8,16", several_r=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Count and print."""
-    import contextlib
+    from dtem.evaluation.flops_report import count_flops
 
-    import torch
-
-    specs = common.schedules(args.r)
-    # Without data where possible; an adapter file has data and so has its model then.
-    with torch.device("meta") if args.adapter is None else contextlib.nullcontext():
-        handle = common.patch(args, segmentation.build_any(args))
-    whole = common.count(handle)
-    rows = []
-    for spec in specs:
-        handle.r = spec
-        count = common.count(handle)
-        rows.append(
-            {
-                "r": spec,
-                "plan": list(handle.plan),
-                "tokens": handle.tokens[-1],
-                "macs": count.macs,
-                "paper": count.paper,
-                "macs_reduction_percent": 100 * (1 - count.macs / whole.macs),
-                "paper_reduction_percent": 100 * (1 - count.paper / whole.paper),
-            }
-        )
-    document = {
-        "model": args.model,
-        "method": handle.method.name,
-        "image": list(handle.host.image),
-        "tokens": handle.host.patches + handle.host.prefix,
-        "parameters_added": sum(parameter.numel() for parameter in handle.method.parameters()),
-        "conventions": common.CONVENTIONS,
-        "rows": rows,
-    }
-    common.show(args, document, _table(document))
+    settings = {**named(args, "method", "adapter", "shortcut"), **model_options(args)}
+    print_report(args, count_flops(args.model, args.r, **settings))
     return 0
-
-
-def _table(document: dict[str, object]) -> object:
-    rows = document["rows"]
-    assert isinstance(rows, list)
-    return common.table(
-        f"{document['model']}, {document['method']}, {document['tokens']} tokens",
-        ("r", "plan", "tokens left", "GFLOPs (MACs)", "GFLOPs (paper)", "fewer MACs", "parameters added"),
-        [
-            (
-                row["r"],
-                common.short_plan(row["plan"]),
-                str(row["tokens"]),
-                common.giga(row["macs"]),
-                common.giga(row["paper"]),
-                f"{row['macs_reduction_percent']:.1f} %",
-                f"{document['parameters_added']:,}",
-            )
-            for row in rows
-        ],
-    )

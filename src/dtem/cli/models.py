@@ -1,35 +1,37 @@
-"""What is supported, and the paper's models with what merging at the paper's r saves.
+"""List supported models: with a pattern their names, without one the families and the paper's models.
 
-Every other model of these families works as well: `dtem flops NAME` says so, for transformers `dtem flops hf:NAME`.
+Every other model of these families works as well: `dtem flops --model NAME` says so, for transformers
+`dtem flops --model hf:NAME`.
 """
 
 import argparse
 import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dtem.cli import common
-from dtem.cli.bench import progress
+from dtem.cli.parser import VerbParser
+from dtem.cli.printing import print_parts
+from dtem.errors import install
+from dtem.tables import Table, giga
 
-NAME = "models"
-HELP = "list supported families and the paper's models"
+HELP = "list supported models, families and the paper's models"
 EXAMPLES = """\
 examples:
   dtem models
+  dtem models 'deit*'
   dtem models --json
 """
 
 
 class Preset(NamedTuple):
-    """A model to list."""
+    """A model of the overview."""
 
     title: str
     name: str
     pool: str | None
-    """None: it has one way of its own."""
+    """global_pool; None: the model's own."""
     r: int
-    """At which the paper trains it; for others, what removes about as large a part of their tokens."""
+    """At which the paper trains it; for others, one that merges about as large a share of their tokens."""
 
 
 PRESETS = (
@@ -52,96 +54,87 @@ OTHERS = (
     Preset("CLIP-B/32, transformers", "CLIPVisionModel", None, 4),
     Preset("SigLIP-B, transformers", "SiglipVisionModel", None, 16),
 )
-"""One of each other kind; those of transformers by the class that has their configuration as its default."""
+"""One of each other kind; those of transformers by the class whose default configuration is that model."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This verb has no options of its own."""
+def add_arguments(parser: VerbParser) -> None:
+    """Options of this verb."""
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", help="list names that match it, such as 'deit*'")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List."""
-    from dtem import adapters
+    """List names, or print the overview."""
+    from dtem import integrations
+    from dtem.evaluation.flops_report import CONVENTIONS
+    from dtem.models.factory import list_models
+    from dtem.progress import progress_bar
 
+    if args.pattern is not None:
+        names = list_models(args.pattern)
+        print_parts(args, {"models": names}, "\n".join(names) or f"no supported model matches {args.pattern}")
+        return 0
     has_transformers = importlib.util.find_spec("transformers") is not None
-    families = [{"name": name, "supported": _supported(name, has_transformers)} for name in adapters.ADAPTERS]
-    listed_others = [preset for preset in OTHERS if has_transformers or preset.name.islower()]
-    with progress(len(PRESETS) + len(listed_others), "counting") as advance:
-        models, others = ([_counted(preset, advance) for preset in part] for part in (PRESETS, listed_others))
-    document = {"families": families, "models": models, "others": others, "conventions": common.CONVENTIONS}
-    listed = common.table("Supported", ("family", "models"), [(f["name"], f["supported"]) for f in families])
-    listed.columns[1].justify = "left"
-    common.show(args, document, listed, _table("The paper's models", models), _table("One of each other kind", others))
+    families = []
+    for name in integrations.INTEGRATIONS:
+        usable = has_transformers or integrations.ORIGINS.get(name) != "transformers"
+        supported = (integrations.load(name).supported or name) if usable else install("transformers")
+        families.append({"name": name, "supported": supported})
+    presets = [*PRESETS, *(preset for preset in OTHERS if has_transformers or preset.name.islower())]
+    rows = []
+    with progress_bar(len(presets), "counting", "model") as advance:
+        for preset in presets:
+            rows.append(_describe(preset))
+            advance(1)
+    papers, others = rows[: len(PRESETS)], rows[len(PRESETS) :]
+    document = {"families": families, "models": papers, "others": others, "conventions": CONVENTIONS}
+    supported_table = Table("Supported", ("family", "models"), [tuple(family.values()) for family in families], left=2)
+    tables = _table("The paper's models", papers), _table("One of each other kind", others)
+    print_parts(args, document, supported_table, *tables)
     return 0
-
-
-def _supported(family: str, has_transformers: bool) -> str:
-    from dtem import adapters
-
-    if adapters.ORIGINS[family] == "transformers" and not has_transformers:
-        return 'needs transformers: pip install "dtem[transformers]"'
-    return adapters.load(family).supported
-
-
-def _counted(preset: Preset, done: Callable[[], None]) -> dict[str, Any]:
-    described = _describe(preset)
-    done()
-    return described
 
 
 @functools.cache
 def _describe(preset: Preset) -> dict[str, Any]:
     import torch
 
-    import dtem
+    from dtem.evaluation.flops_report import count_flops
+    from dtem.handle import patch
+    from dtem.models.factory import create_model
 
     with torch.device("meta"):
         if preset.name.islower():
-            options = {} if preset.pool is None else {"global_pool": preset.pool}
-            handle = dtem.patch(common.create(preset.name, **options))
+            model = create_model(preset.name, pretrained=False, global_pool=preset.pool)
         else:
             import transformers
 
             cls = getattr(transformers, preset.name)
-            handle = dtem.patch(cls(cls.config_class()).eval())
-    whole = common.count(handle)
-    handle.r = preset.r
-    merged = common.count(handle)
+            model = cls(cls.config_class()).eval()
+        handle = patch(model)
+    report = count_flops(handle, [0, preset.r])
+    unmerged, merged = report.rows
     return {
-        "title": preset.title,
-        "name": preset.name,
-        "pool": preset.pool,
-        "image": list(handle.host.image),
-        "tokens": handle.host.patches + handle.host.prefix,
-        "prefix": handle.host.prefix,
-        "pooling": handle.host.pooling,
-        "depth": handle.host.depth,
-        "r": preset.r,
-        "tokens_left": handle.tokens[-1],
-        "macs": whole.macs,
-        "paper": whole.paper,
+        **preset._asdict(),
+        "image": report.image,
+        "tokens": report.tokens,
+        **{name: getattr(handle.host, name) for name in ("prefix", "pooling", "depth")},
+        "tokens_left": merged.tokens,
+        "macs": unmerged.macs,
+        "paper": unmerged.paper,
         "merged_macs": merged.macs,
         "merged_paper": merged.paper,
     }
 
 
-def _table(title: str, models: list[dict[str, Any]]) -> object:
-    return common.table(
-        title,
-        ("model", "name", "--pool", "pooling", "tokens", "prefix", "r", "left", "GFLOPs (MACs)", "GFLOPs (paper)"),
-        [
-            (
-                model["title"],
-                model["name"],
-                model["pool"] or "–",
-                model["pooling"],
-                str(model["tokens"]),
-                str(model["prefix"]),
-                str(model["r"]),
-                str(model["tokens_left"]),
-                f"{common.giga(model['macs'])} → {common.giga(model['merged_macs'])}",
-                f"{common.giga(model['paper'])} → {common.giga(model['merged_paper'])}",
-            )
-            for model in models
-        ],
-    )
+def _table(title: str, models: list[dict[str, Any]]) -> Table:
+    columns = (
+        "model", "name", "--global-pool", "pooling", "tokens", "prefix", "r", "left", "GFLOPs (MACs)", "GFLOPs (paper)",
+    )  # fmt: skip
+    keys = ("title", "name", "pool", "pooling", "tokens", "prefix", "r", "tokens_left")
+    rows = [
+        (
+            *(str("–" if model[key] is None else model[key]) for key in keys),
+            *(f"{giga(model[cost])} → {giga(model[f'merged_{cost}'])}" for cost in ("macs", "paper")),
+        )
+        for model in models
+    ]
+    return Table(title, columns, rows)

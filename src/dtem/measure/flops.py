@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtem import adapters
+from dtem import integrations
+from dtem.errors import DtemError
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,26 @@ class Count:
 def count(model: nn.Module, image: tuple[int, int, int]) -> Count:
     """Count one forward of `model` on one image of shape (channels, height, width)."""
     counter = _Counter()
-    x = torch.empty(1, *image, device="meta", dtype=torch.float32)
-    asked = adapters.asked(model)
-    weights = {name: _without_data(tensor) for name, tensor in _state(asked).items()}
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        torch.func.functional_call(asked, weights, (x,))
+    logits_fn = integrations.as_logits_fn(model)
+    # Not in inference mode, where composite operations reach the counter as one.
+    with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        x = torch.empty(1, *image, device="meta", dtype=torch.float32)
+        weights = {name: _without_data(tensor) for name, tensor in _state(logits_fn).items()}
+        try:
+            with counter:
+                torch.func.functional_call(logits_fn, weights, (x,))
+        except (NotImplementedError, RuntimeError) as error:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise DtemError(
+                f"the operations of {type(model).__name__} cannot be counted ({first}); count it, or set a budget, "
+                "before it is quantised, offloaded or wrapped"
+            ) from error
     return Count(counter.macs, counter.macs + counter.other)
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, device="meta", dtype=dtype)
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Records: every measured number is kept as a JSON file that says how to get it again.
+"""Records: every measured number is stored as a JSON file that says how to reproduce it.
 
 A record names the command, the commit, the versions, the seed, the data and the machine. It holds no absolute path
 and no host name, so it can be published as it is. Tables and plots are drawn from records, never typed.
@@ -21,22 +21,23 @@ from typing import Any
 import torch
 
 from dtem._version import __version__
+from dtem.errors import DtemError
 from dtem.files import write_file
-from dtem.types import DtemError
+from dtem.models import hub
 
 FORMAT = "dtem-record-1"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement and where it comes from. Make one with `collect`."""
+    """One measurement with its provenance. `collect` makes one, `load_record` reads one."""
 
     kind: str
     """What was measured, e.g. ``bench``."""
     results: Any
     """The numbers: anything that JSON can hold."""
     command: list[str]
-    """What was typed, without folders."""
+    """The command line, without folders."""
     commit: str | None
     """Of the dtem checkout that it ran in; None outside of one."""
     dirty: bool | None
@@ -49,6 +50,8 @@ class Record:
     time: str
     """UTC, ISO 8601."""
     format: str = FORMAT
+    revisions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Commit of each repository of the Hub that the process has loaded a model or an adapter from."""
 
 
 def collect(
@@ -77,6 +80,7 @@ def collect(
         data=data,
         machine=_machine(),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        revisions=dict(hub.loaded),
     )
 
 
@@ -92,8 +96,17 @@ def save(record: Record, path: str | Path) -> Path:
     return path
 
 
-def load(path: str | Path) -> Record:
-    """Read a record; a file that is damaged or something else is refused by name."""
+def load_record(path: str | Path) -> Record:
+    """Read a record: the numbers of a measurement, and the command, commit, versions, seed and machine behind them.
+
+    Args:
+        path: a JSON file that ``--out`` of a verb, or ``out`` of a function, wrote. A file that is damaged or something
+            else is refused by name.
+
+    Examples:
+        >>> record = dtem.load_record("results/record.json")
+        >>> record.results["rows"][0]["top1"]
+    """
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -101,11 +114,11 @@ def load(path: str | Path) -> Record:
         raise DtemError(f"cannot read the record {path}: {error.strerror}") from error
     except ValueError as error:
         raise DtemError(f"{path} is damaged or no record: {error}. Measure again, or restore the file.") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise DtemError(f"{path} is not a record of this version: its format is {found!r}, expected {FORMAT!r}")
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise DtemError(f"{path} is not a record of this version: its format is {version!r}, expected {FORMAT!r}")
     fields = {field.name for field in dataclasses.fields(Record)}
-    for what, names in (("lacks", fields - content.keys()), ("has unknown", content.keys() - fields)):
+    for what, names in (("lacks", fields - content.keys() - {"revisions"}), ("has unknown", content.keys() - fields)):
         if names:
             raise DtemError(f"{path} is a damaged record: it {what} {', '.join(sorted(names))}")
     return Record(**content)

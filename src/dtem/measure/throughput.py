@@ -1,9 +1,9 @@
 """Timing models against each other, and the memory that a forward needs.
 
-Clocks, other processes and temperature drift within seconds, so contenders take turns: every round times each of them
+Clocks, other processes and temperature drift within seconds, so variants take turns: every round times each of them
 once, and each is compared with the baseline of the same round. The order rotates, and runs backwards in every other
-round, so that no contender always follows the same one. What is reported is the median of those ratios with its
-spread; a ratio of two separate runs would mostly measure the drift.
+round, so that no variant always follows the same one. What is reported is the median of those ratios with its spread; a
+ratio of two separate runs would mostly measure the drift.
 """
 
 import statistics
@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 Forward = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle and the width of what was measured over the rounds."""
+    """Median, quartiles and extremes over the rounds."""
 
     median: float
     low: float
@@ -38,42 +38,42 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender's outcome."""
+    """Timing of one variant."""
 
     seconds: float
     """Median time of one forward of the whole batch."""
     images_per_second: float
     speedup: Spread
-    """Time of the first contender over the time of this one, round by round."""
+    """Time of the first variant over the time of this one, round by round."""
 
 
 def compare(
-    contenders: Mapping[str, Forward],
+    variants: Mapping[str, Forward],
     batch: Tensor,
     rounds: int = 10,
     warmup: int = 2,
     *,
     rest: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time every contender on `batch`; the first one is the baseline.
+    """Time every variant on `batch`; the first one is the baseline.
 
     Args:
-        contenders: what to call with the batch, by name.
-        batch: images first dimension; a CUDA batch makes every timing wait for the device.
-        rounds: timed rounds; each times every contender once.
+        variants: forwards by name; each is called with the batch.
+        batch: the first dimension counts images; a CUDA batch makes every timing wait for the device.
+        rounds: timed rounds; each times every variant once.
         warmup: rounds before those, not timed.
         rest: seconds of sleep before every timing, for runtimes with threads of their own: onnxruntime's go on spinning
-            for a while after a run, and would take the next contender's cores.
+            for a while after a run, and would take the next variant's cores.
         clock: seconds, as `time.perf_counter` gives them.
         progress: called after every round, outside of all timings.
     """
-    if not contenders:
-        raise DtemError("nothing to compare: give at least one contender")
+    if not variants:
+        raise DtemError("nothing to compare: give at least one variant")
     if rounds < 1 or warmup < 0:
         raise DtemError(f"rounds = {rounds} must be 1 or more, warmup = {warmup} must be 0 or more")
-    names = list(contenders)
+    names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with torch.inference_mode():
         for turn in range(warmup + rounds):
@@ -84,7 +84,7 @@ def compare(
                 if rest:
                     time.sleep(rest)
                 start = clock()
-                contenders[name](batch)
+                variants[name](batch)
                 _synchronise(batch)
                 if turn >= warmup:
                     seconds[name].append(clock() - start)

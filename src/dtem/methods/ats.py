@@ -1,25 +1,24 @@
-"""ATS: sample patches by their significance; how many tokens are left differs from image to image.
+"""ATS: sample patches by their significance; the number of kept tokens differs between images.
 
 Fayyaz et al., "Adaptive Token Sampling For Efficient Vision Transformers", ECCV 2022, https://arxiv.org/abs/2111.15667.
 In a block that reduces, with a_hi the class token's attention to patch i in head h and v_hi that patch's value,
 
     significance s_i = Σ_h a_hi ‖v_hi‖, divided by its sum over all patches
 
-At most K patches are drawn by inverse-transform sampling: those that the quantiles 1/2K, 3/2K, … of the cumulated
-significance fall on. A patch that several quantiles fall on is kept once; what no quantile falls on is dropped.
+At most K patches are drawn by inverse-transform sampling, at the quantiles 1/2K, 3/2K, … of the cumulative
+significance. A patch that several quantiles select is kept once; all others are dropped.
 
-K is what the schedule leaves: patches at the start less all r so far. **Tokens left:** each image has its own number,
-K at most, so tokens are padded to K. Padding has size 0; attention and pooling pass it over. `handle.tokens` and
-`dtem flops` are about the padded length, an upper bound; (size > 0) in a trace tells how many tokens there really are,
-and by those `dtem eval` and `dtem compare` count.
-With ``trim=True``, padding that no image of the batch needs is cut off, as published: the answer is the same and the
-speed that of the longest image, but lengths vary, and reading them makes a GPU wait. (A compiled model stays padded.)
+K is given by the schedule: initial patches minus all r so far. **Padding:** each image keeps at most K tokens and is
+padded to K. Padding has size 0 and is ignored by attention and pooling. `handle.tokens` and `dtem flops` give the
+padded length, an upper bound; `dtem eval` and `dtem compare` count the actual tokens (size > 0).
+With ``trim=True``, padding that no image of the batch needs is removed, as published: outputs are the same and the
+speed is that of the longest image, but lengths vary, and reading them synchronises a GPU. (A compiled model stays
+padded.)
 
-Where this departs from the publication: the paper prints the nearest cumulated significance and its code stretches the
-curve between its ends, here it is the exact inverse; the code sums attention and value norms over heads before
-multiplying, here as in the paper after it; attention is computed for dropped patches too (the fused kernel knows no
-rows), their MLP is not. Published without training, K stays what it is once set: all further reduction comes from
-repeats, which `every_block` and ``trim=True`` come closest to.
+Differences from the publication: the paper prints the nearest cumulative significance and its code stretches the curve
+between its ends, here it is the exact inverse; the code sums attention and value norms over heads before multiplying,
+here, as in the paper, after it; attention is computed for dropped patches too, their MLP is not. Without training, the
+published K is constant and all further reduction comes from repeats: `every_block` with ``trim=True`` is closest.
 """
 
 import dataclasses
@@ -30,9 +29,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dtem import ops
-from dtem.methods.base import Config, Method, full_size
+from dtem.errors import DtemError
+from dtem.methods.base import Config, Method, check_flag, full_size
 from dtem.ops.matching import positions
-from dtem.types import DtemError, Taps, Tokens
+from dtem.types import Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,27 +40,25 @@ class AtsConfig(Config):
     """Settings of ATS."""
 
     proportional: bool | str | None = False
-    """Proportional attention; all tokens of ATS have size 1, so this changes nothing."""
+    """Proportional attention: no effect, since all tokens of ATS have size 1."""
     ascending: bool = True
-    """Cumulate significance from the lowest to the highest, as the published code does. False: patch by patch, as the
-    paper prints it."""
+    """Cumulate significance in ascending order, as in the published code; False: by position, as in the paper."""
     trim: bool = False
-    """Cut off padding that no image of the batch needs."""
+    """Remove padding that no image of the batch needs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("ascending", "trim"):
-            if not isinstance(getattr(self, name), bool):
-                raise DtemError(f"{name} = {getattr(self, name)!r} must be True or False")
+            check_flag(name, getattr(self, name))
 
 
 class Ats(Method):
     """Adaptive sampling by class attention and value norms. Nothing is trained."""
 
     name: ClassVar[str] = "ats"
-    varies: ClassVar[bool] = True
+    variable_length: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"class_token", "q", "k", "v"})
-    keeps_mass: bool = False
+    conserves_size: bool = False
     config_class: ClassVar[type[Config]] = AtsConfig
     config: AtsConfig
 
@@ -77,7 +75,7 @@ class Ats(Method):
         if self.config.trim and not x.is_meta and not torch.compiler.is_compiling():
             longest = int(real.sum(dim=1).max())
             index, real = index[:, :longest], real[:, :longest]
-            carry = {**carry, "allowed": x.new_empty(allowed - r, 0)}  # its length tells the next block
+            carry = {**carry, "allowed": x.new_empty(allowed - r, 0)}  # its length is K, for the next block
         kept = torch.cat([positions(batch, prefix, x.device), index + prefix], dim=1)
         size = torch.nn.functional.pad(real.to(torch.float32), (prefix, 0), value=1.0)
         source = tokens.source
@@ -85,12 +83,12 @@ class Ats(Method):
             source = ops.compose(source, _source(kept, size, count))
         return tokens.replace(x=ops.take(x, kept), size=size, source=source, carry=carry)
 
-    def ladder(self) -> list[tuple[int, ...]]:
-        return ladder(self.host.patches, self.host.depth)
+    def candidate_plans(self) -> list[tuple[int, ...]]:
+        return candidate_plans(self.host.patches, self.host.depth)
 
     @torch.no_grad()
     def _significance(self, tokens: Tokens, taps: Taps) -> Float[Tensor, "b p"]:
-        """s, not yet divided by its sum; 0 for padding, and for it alone."""
+        """s before the division by its sum; 0 for padding only."""
         attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale)
         norm = torch.linalg.vector_norm(taps.v, dim=-1, dtype=attention.dtype)
         score = (attention * norm).sum(dim=1).clamp(min=torch.finfo(attention.dtype).tiny)
@@ -98,18 +96,18 @@ class Ats(Method):
 
 
 def _source(kept: Int[Tensor, "b k"], size: Float[Tensor, "b k"], count: int) -> Int[Tensor, "b n"]:
-    """For each of `count` input tokens its place among `kept`, −1 if it was dropped. Padding holds no token."""
+    """Source map of `count` input tokens: the position among `kept`, −1 if dropped. Padding holds no token."""
     batch, left = kept.shape
-    nowhere = torch.where(size > 0, kept, count)
+    position = torch.where(size > 0, kept, count)
     source = kept.new_full((batch, count + 1), -1)
-    return source.scatter(1, nowhere, positions(batch, left, kept.device))[:, :count]
+    return source.scatter(1, position, positions(batch, left, kept.device))[:, :count]
 
 
 def every_block(first: int = 3, depth: int = 12, r: int = 1) -> tuple[int, ...]:
-    """ATS in every block from `first` on (counted from 0; published: the 4th). There K is r less than the patches; it
-    then stays as it was, but for one per block.
+    """Schedule with ATS in every block from `first` on (counted from 0; published: the 4th): r tokens there, then one
+    per block.
 
-    Example:
+    Examples:
         >>> dtem.patch(model, "ats", r=every_block(), trim=True)
     """
     if not 0 <= first < depth:
@@ -117,9 +115,9 @@ def every_block(first: int = 3, depth: int = 12, r: int = 1) -> tuple[int, ...]:
     return (0,) * first + (r,) + (1,) * (depth - first - 1)
 
 
-def ladder(patches: int, depth: int = 12) -> list[tuple[int, ...]]:
-    """Plans from mild to strong, to find one that meets a budget: ATS in the last block alone, in ever more blocks down
-    to the published first one (after a quarter of the depth), and in all those with ever fewer samples."""
+def candidate_plans(patches: int, depth: int = 12) -> list[tuple[int, ...]]:
+    """Plans by decreasing cost, from which one is chosen for a budget: ATS in the last block only, then in more blocks,
+    down to the published first one (a quarter of the depth), then in all of those with fewer samples."""
     first = depth // 4
     later = [every_block(start, depth) for start in range(depth - 1, first, -1)]
     return later + [every_block(first, depth, r) for r in range(1, patches // 2 + 1)]

@@ -1,24 +1,23 @@
-"""The seam between methods and hosts.
+"""The interface between reduction methods and host models.
 
-A host's adapter drives every block through the same four steps, and a method fills in those that it needs:
+An integration runs every block in the same steps; a method overrides those that it needs:
 
     tokens = method.before(layer, tokens, r)            set tokens aside, score them, prune between blocks
     tokens, taps = <host attention with method.bias(tokens), residual added>
     tokens = method.reduce(layer, tokens, taps, r)      merge or prune between attention and MLP
     tokens = <host MLP, residual added>
-    tokens = method.after(layer, tokens, r)             rejoin what was set aside
+    tokens = method.after(layer, tokens, r)             rejoin tokens that were set aside
 
-A soft forward may end in losses of the method's own (`method.losses(tokens)`), which training adds to the task's; and
-in offers of merges (`method.offers(tokens)`), whose expected cost then is the loss.
+After a soft forward, training adds `method.losses(tokens)` to the task's loss, or computes the Fisher loss from
+`method.merge_candidates(tokens)`.
 
-All state of a forward travels in `Tokens` (what is the method's own in `Tokens.carry`), so a method object holds only
-its trained parts and settings: it can be shared by threads, checkpointed, compiled and pickled.
-A variable-length method (ATS) pads, gives the padding size 0 (pooling passes it over), and masks it in `bias`, which
-attention pooling asks too.
+The whole state of a forward is in `Tokens`, the method's own part in `Tokens.carry`. A method object holds only its
+settings and trained parameters, so it can be shared by threads, checkpointed, compiled and pickled.
+A variable-length method (ATS) pads: padding has size 0, which pooling ignores, and is masked by `bias`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,47 +25,81 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.types import SIZE_FLOOR, Above, DtemError, HostSpec, Taps, Tokens
+from dtem.errors import DtemError
+from dtem.types import SIZE_FLOOR, HostSpec, Taps, Tokens
 
-#: Size of a token that is masked in training: a little above the floor, under which `ops.log_size` has no gradient. The
-#: mask m of a token enters attention as m + MASKED; so what a token would add if it were kept is known at m = 0 too.
+#: Size of a token that is masked in training: above the floor of `ops.log_size`, below which there is no gradient. The
+#: mask m of a token enters attention as m + MASKED, so that the loss has a gradient in m at m = 0 too.
 MASKED = 2 * SIZE_FLOOR
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of `allowed`."""
+    if value not in allowed:
+        raise DtemError(f"{name} = {value!r} is not known; choose one of: {', '.join(allowed)}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse a setting that is not a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise DtemError(f"{name} = {value!r} must be a positive number")
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse a setting that is neither a whole number from 1 on nor None."""
+    if value is not None and not is_count(value):
+        raise DtemError(f"{name} = {value!r} must be a whole number, 1 or more, or None for the default")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse a setting that is neither True nor False."""
+    if not isinstance(value, bool):
+        raise DtemError(f"{name} = {value!r} must be True or False")
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is a whole number, 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings that every method has. A method's own settings extend this."""
+    """Settings of all methods. The settings of a method extend this."""
 
     proportional: bool | str | None = None
-    """Proportional attention: True (in the host's own blocks; a decoder that reads the tokens counts each once, as in
-    the paper), "everywhere" (the decoder counts them by size too), False, or "train" (on in soft training, off at
-    inference). None: "train" for MAE weights, "everywhere" for all others."""
+    """Proportional attention: True (in the host's blocks, but not in a text decoder, as in the paper), "everywhere" (in
+    the text decoder too), False, or "train" (in soft mode only). None: "train" for MAE weights, else "everywhere"."""
 
     def __post_init__(self) -> None:
-        if self.proportional not in (True, False, "train", "everywhere", None):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if hasattr(value, "tolist"):  # a number of numpy or torch
+                object.__setattr__(self, field.name, value.tolist())
+        seed = getattr(self, "seed", 0)
+        if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+            raise DtemError(f"seed = {seed!r} must be a whole number of at most 64 bits")
+        if not isinstance(self.proportional, bool) and self.proportional not in ("train", "everywhere", None):
             raise DtemError(
                 f"proportional = {self.proportional!r} is not known; choose True, False, 'train', 'everywhere' or None"
             )
 
 
 class Method(nn.Module):
-    """What reduces tokens."""
+    """A token-reduction method. `dtem.register_method` adds your own."""
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of the adapter's taps: input, q, k, v, and for `key_projection` its weights; of the host: class_token."""
-    keeps_mass: bool = True
-    """Whether token sizes always sum to the number of tokens at the start. If not, patches are dropped: they have −1 in
-    the source map, and no intermediate grids exist."""
+    """Requirements: of the integration input, q, k, v or key_projection; of the host class_token."""
+    conserves_size: bool = True
+    """Whether token sizes always sum to the initial number of tokens. If not, patches are dropped: they have −1 in the
+    source map, and there are no intermediate feature maps."""
     restores: ClassVar[bool] = False
-    """Whether what a block sets aside is back after it, in its place: then every token is left at the end, and r is how
-    many more the block and all later ones leave out of their computation."""
-    afresh: ClassVar[bool] = False
-    """Whether every block starts with all tokens again: r then counts from all patches in each."""
-    adaptive: ClassVar[bool] = False
-    """Whether r may be a threshold of similarity (`types.Above`); then `metric(layer, taps)` is what is compared."""
-    varies: ClassVar[bool] = False
-    """Whether images of one batch are left with different numbers of tokens; sizes of 0 are padding."""
+    """Whether a block restores all tokens at its end. Then r is the number of tokens that this block and all later ones
+    leave out of their computation."""
+    resets_each_block: ClassVar[bool] = False
+    """Whether every block starts with all tokens: the limits of r then apply to each block on its own."""
+    variable_length: ClassVar[bool] = False
+    """Whether images of one batch keep different numbers of tokens; tokens of size 0 are padding."""
     config_class: ClassVar[type[Config]] = Config
 
     def __init__(self, host: HostSpec, config: Config) -> None:
@@ -74,59 +107,54 @@ class Method(nn.Module):
         self.host = host
         self.config = config
         self.soft = False
-        """Relaxed, differentiable merging (training) instead of hard merging."""
+        """Differentiable (soft) reduction, for training, instead of hard reduction."""
 
     @classmethod
     def create(cls, host: HostSpec, options: Mapping[str, Any]) -> "Method":
-        """Build with options by name; an unknown one is refused."""
+        """Build the method from options by name; unknown options are refused."""
         known = {field.name for field in dataclasses.fields(cls.config_class)}
         for name in options:
             if name not in known:
                 raise DtemError(f"method {cls.name!r} has no option {name!r}; it has: {', '.join(sorted(known))}")
         return cls(host, cls.config_class(**options))
 
-    def start(self, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Initialise trained parts from the host: per block, the head-mean key weight (e, c) and bias (e)."""
+    def init_from_keys(self, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Initialise from the host's head-mean key projections: per block, weight (e, c) and bias (e)."""
 
-    def can_relax(self) -> bool:
+    def has_soft_mode(self) -> bool:
         """Whether the method has a soft mode."""
         return False
 
     @property
     def stages(self) -> tuple[int, ...] | None:
-        """The only blocks in which the method can reduce tokens; None: it can in all."""
+        """The blocks in which the method can reduce tokens; None: all."""
         return None
 
     def schedule(self) -> tuple[int, ...] | None:
-        """The r of every block that the method has learned (``r = "learned"``); None: it learns none. In soft mode,
-        what soft steps run at."""
+        """The r of every block that the method has learned (``r = "learned"``); None: it learns none."""
         return None
 
-    def aim(self, plan: tuple[int, ...], cost: Callable[[tuple[int, ...]], float]) -> object:
-        """Get ready to learn rates that cost as much as `plan`; `cost` counts the GFLOPs of any plan. Returns the
-        schedule that soft steps are to run at: the plan itself, for methods to which it is the budget."""
-        return plan
-
-    def ladder(self) -> list[tuple[int, ...]] | None:
-        """Plans from mild to strong, where what a plan costs is known from images only: one of them meets a budget on
-        average. None: any plan costs what it counts."""
+    def candidate_plans(self) -> list[tuple[int, ...]] | None:
+        """For variable-length methods, whose cost depends on the images: plans by decreasing cost, from which one is
+        chosen for a budget. None: the cost of a plan is known without images."""
         return None
 
     def losses(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Losses beside the task's, by name, weighted already; from the tokens at the end of a soft forward."""
+        """Auxiliary losses by name, weighted, from the tokens at the end of a soft forward."""
         return {}
 
-    def offers(self, tokens: Tokens) -> tuple[ops.Offer, ...]:
-        """Merges that a soft forward has offered instead of making them (`ops.pricing`)."""
+    def merge_candidates(self, tokens: Tokens) -> tuple[ops.MergeCandidates, ...]:
+        """Candidates for the Fisher loss (`ops.fisher`), from the tokens at the end of a soft forward."""
         return ()
 
     @property
     def proportional(self) -> bool:
+        """Whether attention in the host's blocks is proportional now."""
         return self.soft if self._proportional == "train" else bool(self._proportional)
 
     @property
-    def everywhere(self) -> bool:
-        """Whether a decoder that reads the tokens counts them by size, too."""
+    def proportional_decoder(self) -> bool:
+        """Whether attention of a text decoder to image tokens is proportional, too."""
         return self._proportional == "everywhere"
 
     @property
@@ -137,40 +165,45 @@ class Method(nn.Module):
         return mode
 
     def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
-        """What is added to every query's logits, by key."""
+        """Bias of the attention logits by key: log sizes, if proportional."""
         if tokens.size is None or not self.proportional:
             return None
         return ops.log_size(tokens.size) if self.soft else tokens.size.log()  # hard sizes are 1 or more
 
+    def class_attention(self, tokens: Tokens, taps: Taps) -> Float[Tensor, "b n"]:
+        """Attention of the class token to every token, averaged over heads."""
+        return ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)
+
     def before(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        """The step before a block."""
         return tokens
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
+        """The step between attention and MLP."""
         return tokens
 
     def after(self, layer: int, tokens: Tokens, r: int) -> Tokens:
+        """The step after a block."""
         return tokens
 
     def extra_repr(self) -> str:
         return f"{self.name}, {self.config}"
 
 
-def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int | Above, prefix: int) -> Tokens:
-    """Hard bipartite merge of `tokens` by `metric`."""
-    if ops.is_whole() and not isinstance(r, Above):
+def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix: int) -> Tokens:
+    """Hard merging by bipartite matching on the cosine of `metric`."""
+    if ops.is_fused_merge():
         images = torch.arange(tokens.x.shape[0], device=tokens.x.device)
-        x, size = ops.merge_whole(tokens.x, tokens.size, metric, images, r, prefix)
+        x, size = ops.fused_merge(tokens.x, tokens.size, metric, images, r, prefix)
         return tokens.replace(x=x, size=size)
     matching = ops.match(metric, r, prefix)
-    if not matching.merged.shape[1]:  # nothing was above a threshold: tokens stay in their order, as at r = 0
-        return tokens
     x, size = ops.merge(tokens.x, tokens.size, matching)
     source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
     return tokens.replace(x=x, size=size, source=source)
 
 
 def full_size(tokens: Tokens) -> Float[Tensor, "b n"]:
-    """Sizes, with ones where nothing has been merged yet."""
+    """Token sizes: ones where nothing has been merged yet."""
     if tokens.size is not None:
         return tokens.size
     return torch.ones(tokens.x.shape[:2], dtype=torch.float32, device=tokens.x.device)

@@ -1,19 +1,19 @@
-"""BAT: keep attentive patches and diverse ones: cluster what the class token looks past, match what it looks at.
+"""BAT: keep attentive and diverse patches, by matching attentive ones and clustering inattentive ones.
 
 Long et al., "Beyond Attentive Tokens: Incorporating Token Importance and Diversity for Efficient Vision Transformers",
 CVPR 2023, https://arxiv.org/abs/2211.11315. In a block that reduces, with a_i the class token's attention to token i,
 averaged over heads:
 
-    attentive:     the patches with the largest a_i; the most similar of them are matched, each pair becomes one token
+    attentive:     the patches with the largest a_i; the most similar pairs are matched, each pair becomes one token
     inattentive:   all others, clustered by density peaks (`ops.density_peaks`); each cluster becomes one token
 
-A new token is the mean of its members weighted by a_i, x taken after the attention residual.
+A new token is the a_i-weighted mean of its members, x taken after the attention residual.
 
-The method is published without code. Published are: the two parts, the blocks (the 4th, 7th and 10th), and keep rates
-with their GMACs, which are EViT's (`keep_rate`). Not found, so settled here: the shares of the two parts (settings; r
-tokens fewer are left after a block, ⌊match · r⌋ of them attentive ones that were merged; the rest is given up by the
-lowest patches, of which on average `cluster` become one), the matching (bipartite, by cosine of x: `ops.match`), the
-weights (a_i in both parts) and what "density" is (`ops.density_peaks`). No proportional attention is described.
+The method is published without code. Published: the two parts, the blocks (the 4th, 7th and 10th), and keep rates with
+their GMACs, which are EViT's (`keep_rate`). Chosen here: the shares of the two parts (⌊match · r⌋ tokens are removed by
+matching, the others by clustering patches of lowest attention, on average `cluster` to one), the matching (bipartite,
+by cosine of x: `ops.match`), the weights (a_i in both parts) and the density (`ops.density_peaks`). The paper describes
+no proportional attention.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dtem import ops
+from dtem.errors import DtemError
 from dtem.methods import evit
-from dtem.methods.base import Config, Method, full_size
-from dtem.methods.soft import is_count
-from dtem.types import DtemError, Taps, Tokens
+from dtem.methods.base import Config, Method, full_size, is_count
+from dtem.types import Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,11 @@ class BatConfig(Config):
     proportional: bool | str | None = False
     """Proportional attention; BAT has none. True, False or None, as for the other methods."""
     match: float = 0.25
-    """Share of r that matching attentive patches gives; clustering the inattentive ones gives the rest."""
+    """Share of r removed by matching attentive patches; the rest is removed by clustering inattentive ones."""
     cluster: float = 4.0
     """Inattentive patches per cluster, on average; 2 or more."""
     neighbours: int = 5
-    """Nearest patches that tell how dense it is around one."""
+    """Number of nearest neighbours in the density."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,10 +54,10 @@ class BatConfig(Config):
             raise DtemError(f"neighbours = {self.neighbours!r} must be a whole number, 1 or more")
 
     def split(self, r: int) -> tuple[int, int, int]:
-        """How r tokens are saved: attentive patches that are merged away; inattentive ones; clusters of these.
+        """How r tokens are removed: number of merged attentive patches, of inattentive patches, and of their clusters.
 
-        Up to half of the patches r may be, and there are enough of both kinds: with at least two to a cluster,
-        clustering takes at most 2 (r − merged) patches, which leaves 2 · merged to be matched.
+        For any r up to half of the patches there are enough of both kinds: with at least two patches in a cluster,
+        clustering needs at most 2 (r − merged) patches, which leaves 2 · merged for matching.
         """
         merged = int(self.match * r)
         rest = r - merged
@@ -80,7 +80,7 @@ class Bat(Method):
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         if r == 0:
             return tokens
-        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)  # (b, n)
+        attention = self.class_attention(tokens, taps)  # (b, n)
         step = self._groups(tokens.x, attention, r)
         left = tokens.x.shape[1] - r
         weight = attention.clamp(min=torch.finfo(attention.dtype).tiny)
@@ -91,7 +91,7 @@ class Bat(Method):
 
     @torch.no_grad()
     def _groups(self, x: Float[Tensor, "b n c"], attention: Float[Tensor, "b n"], r: int) -> Int[Tensor, "b n"]:
-        """For each token the new token that it becomes part of: prefix, attentive ones, clusters."""
+        """For each token the index of its new token, in the order prefix, attentive tokens, clusters."""
         prefix = self.host.prefix
         merged, inattentive, clusters = self.config.split(r)
         kept, gone = ops.prune(attention, inattentive, prefix)
@@ -104,10 +104,10 @@ class Bat(Method):
 
 
 def keep_rate(rate: float, patches: int, depth: int = 12, at: Collection[int] = (3, 6, 9)) -> tuple[int, ...]:
-    """The published schedule as one r per block: in the blocks `at` (counted from 0), ⌈rate · n⌉ + 1 of the n patches
-    that are left become the new tokens, as many as EViT keeps and fuses.
+    """The published schedule as one r per block: in the blocks `at` (counted from 0), the n remaining patches become
+    ⌈rate · n⌉ + 1 tokens, as many as EViT keeps and fuses.
 
-    Example:
+    Examples:
         >>> dtem.patch(model, "bat", r=keep_rate(0.7, patches=196))
     """
     return evit.keep_rate(rate, patches, depth, at)

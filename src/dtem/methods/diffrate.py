@@ -1,32 +1,32 @@
 """DiffRate: prune and merge in every block, at rates that are learned.
 
 Chen et al., "DiffRate: Differentiable Compression Rate for Efficient Vision Transformers", ICCV 2023,
-https://arxiv.org/abs/2305.17997. After a block's attention, patches are ranked by the class token's attention (mean
-over heads). The last ones are pruned; the last of the rest are merged, each into the most similar (cosine of features)
-of those that stay: the plain mean of their features, and to the size is added the merged size times that similarity.
+https://arxiv.org/abs/2305.17997. After the attention of a block, patches are ranked by the attention of the class token
+(mean over heads). The last ones are pruned; the last of the rest are merged, each into the most similar remaining patch
+(cosine of features): features are averaged, and the size grows by the merged size times the cosine.
 
-*Rates.* Every block has two distributions over candidate counts of patches: p over how many to keep when pruning, p'
-when merging. Their means, rounded up and never more than is left, are the counts used. A patch of rank i is kept with
-probability Σ p(counts above i), and its mask, 1 or 0, has the gradient of that probability (straight through). In
-training all patches stay, and attention to one counts as often as its mask says. The loss λ (GFLOPs of the learned
-counts − budget)² draws the rates to the budget; nothing else but the rates is trained.
+*Rates.* Every block has two distributions over candidate counts of patches: p over the number kept by pruning, p' over
+that kept by merging. Their means, rounded up and clamped to the remaining patches, are used. A patch of rank i is kept
+with probability Σ p(counts above i), and its mask, 1 or 0, has the gradient of that probability (straight-through). In
+training no patch is removed, and its attention weight is multiplied by its mask. The loss λ (GFLOPs of the learned
+counts − budget)² pulls the rates to the budget; only the rates are trained.
 
-Here the *schedule* is the budget: soft mode learns rates that cost what the schedule r would cost (r = 16, 2.5G, …).
-What was learned is then a schedule too: ``handle.r = "learned"``; training ends with that, and adapter files keep it.
-At inference any schedule serves: r tokens of a block are split into pruned and merged in the learned proportion; before
-training that is about half and half, and ``"learned"`` is about the same r in every block.
+Here the *schedule* is the budget: soft mode learns rates that cost as much as the schedule r (r = 16, 2.5G, …). The
+learned rates are a schedule too: ``handle.r = "learned"``; training sets it at the end, and adapter files store it. At
+inference any schedule can be used: the r tokens of a block are split into pruned and merged in the learned proportion.
+Before training that is about one half each, and ``"learned"`` is about the same r in every block.
 
-Where this departs from the published method:
+Differences from the publication:
 
-* Rates start from counts that fall evenly over the blocks, as broad as such a mean allows (there: uniform, half of the
-  patches in every block). The first block learns as the others do (there it keeps everything).
-* No block removes more than half of its patches: the rule of all schedules here. (Published schedules of class-token
-  models drop nearly all in the last block, where only its MLP sees it; `shortcut` has that gain here.)
-* The budget counts blocks with MLPs four times as wide as the model, whatever the host's are, in both plans alike.
-* A similarity below 0 adds 0 to a size; sizes are the same in training and at inference (there: at least 1 is added in
-  training). A dropped patch may attend to itself there, which changes no output.
+* Rates are initialised with counts that fall linearly over the blocks, as the broadest distributions of that mean
+  (published: uniform, half of the patches in every block). The first block is trained, too (there it keeps all).
+* No block removes more than half of its patches, as in all schedules here. (Published schedules of class-token models
+  drop nearly all in the last block, where only its MLP is saved; `shortcut` saves that here.)
+* The budget counts blocks with an MLP ratio of 4, whatever the host's is, in both plans.
+* A cosine below 0 adds 0 to a size; sizes are the same in training and at inference (published: at least 1 is added in
+  training). There a masked patch attends to itself, which changes no output.
 
-The published learning rate of the rates is 0.01.
+The published learning rate is 0.01.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.methods.base import MASKED, Config, Method, full_size
-from dtem.methods.rates import block_gflops
-from dtem.methods.soft import check_positive, is_count
+from dtem.errors import DtemError
+from dtem.methods.base import MASKED, Config, Method, check_positive, full_size, is_count
+from dtem.methods.cost_model import block_gflops
 from dtem.ops.matching import full_precision, positions
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.types import HostSpec, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DiffRateConfig(Config):
     proportional: bool | str | None = True
     """Proportional attention, on for every host as published. True, False, "train" or None."""
     step: int = 4
-    """Candidate counts are so many patches apart."""
+    """Step between candidate counts, in patches."""
     flops_weight: float = 5.0
     """λ of the budget loss, which is in GFLOPs squared."""
 
@@ -69,7 +69,7 @@ class DiffRate(Method):
     needs: ClassVar[frozenset[str]] = frozenset({"class_token", "q", "k"})
     config_class: ClassVar[type[Config]] = DiffRateConfig
     config: DiffRateConfig
-    keeps_mass = False
+    conserves_size = False
 
     def __init__(self, host: HostSpec, config: DiffRateConfig) -> None:
         super().__init__(host, config)
@@ -77,14 +77,14 @@ class DiffRate(Method):
         counts = torch.arange(host.patches, 0, -config.step, dtype=torch.float64)
 
         def start(done: Tensor) -> nn.Parameter:
-            """Flat, since optimisers here decay whatever has rows and columns."""
+            """One dimension, since our optimisers apply weight decay to matrices."""
             return nn.Parameter(tilted(counts, host.patches * (1 - done / (host.depth + 1))).float().flatten())
 
         self.prune = start(blocks + 0.5)
         """Logits of the candidate counts, block by block."""
         self.merge = start(blocks + 1.0)
 
-    def can_relax(self) -> bool:
+    def has_soft_mode(self) -> bool:
         return True
 
     def schedule(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class DiffRate(Method):
 
     @torch.no_grad()
     def rates(self) -> tuple[tuple[int, int], ...]:
-        """How many patches each block prunes and merges by what was learned, at the host's own image size."""
+        """Learned numbers of pruned and merged patches of every block, at the host's own image size."""
         if self.prune.is_meta:
             raise DtemError("a model without weights (device meta) has learned no rates; give r as numbers")
         counts = stepwise(self._expected(self.host.patches)[1], self.host.patches)
@@ -104,7 +104,7 @@ class DiffRate(Method):
         return tuple(plan)
 
     def _expected(self, patches: int) -> tuple[Float[Tensor, "2 l k"], Float[Tensor, "l 2"]]:
-        """Probabilities of the candidate counts, and the mean counts of every block: pruning, then merging."""
+        """Probabilities of the candidate counts, and the mean count of every block: of pruning, then of merging."""
         logits = torch.stack([self.prune, self.merge]).view(2, self.host.depth, -1)
         if logits.dtype != torch.float64:
             logits = logits.float()
@@ -113,7 +113,7 @@ class DiffRate(Method):
             return chance, (chance @ self._counts(patches, chance)).mT
 
     def _counts(self, patches: int, like: Tensor) -> Float[Tensor, " k"]:
-        """The candidates, for an image of so many patches."""
+        """The candidate counts for an image of `patches` patches."""
         counts = torch.arange(self.host.patches, 0, -self.config.step, dtype=like.dtype, device=like.device)
         return counts * (patches / self.host.patches)
 
@@ -129,18 +129,18 @@ class DiffRate(Method):
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         if r == 0 and not self.soft:
             return tokens
-        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)  # (b, n)
+        attention = self.class_attention(tokens, taps)  # (b, n)
         return self._mask(layer, tokens, attention, r) if self.soft else self._drop(layer, tokens, attention, r)
 
     def _drop(self, layer: int, tokens: Tokens, attention: Float[Tensor, "b n"], r: int) -> Tokens:
-        """The hard step. How many of the r are pruned is a number on the device: only r decides shapes."""
+        """The hard step. The number of pruned tokens stays on the device: shapes depend on r only."""
         prefix = self.host.prefix
         share = tokens.carry.get("share")
         if share is None:
             patches = self.host.patches
             share = pruned_share(stepwise(self._expected(patches)[1].detach(), patches), patches)
         kept, gone = ops.prune(attention, r, prefix)
-        merged = positions(1, r, gone.device) < r - (share[layer] * r).round()  # (1, r): the best of those that go
+        merged = positions(1, r, gone.device) < r - (share[layer] * r).round()  # (1, r): those of highest attention
         x, lost = ops.take(tokens.x, kept), ops.take(tokens.x, gone)
         near, into = most_similar(lost, x[:, prefix:])
         size = full_size(tokens)
@@ -157,7 +157,7 @@ class DiffRate(Method):
         return tokens.replace(x=x, size=new_size, source=source, carry={**tokens.carry, "share": share})
 
     def _mask(self, layer: int, tokens: Tokens, attention: Float[Tensor, "b n"], r: int) -> Tokens:
-        """The soft step: what is pruned or merged stays, masked. The schedule's r only adds to the budget."""
+        """The soft step: pruned and merged patches stay, masked. The schedule's r only enters the budget."""
         prefix = self.host.prefix
         x, score = tokens.x[:, prefix:], attention[:, prefix:].detach()
         patches = x.shape[1]
@@ -181,17 +181,17 @@ class DiffRate(Method):
         size = size + (flow * (near.clamp(min=0.0) * size).unsqueeze(-1)).sum(dim=1)
         x = (x + flow.mT.to(x.dtype) @ x) / (1.0 + flow.sum(dim=1)).to(x.dtype).unsqueeze(-1)
 
-        pushed = expected[layer].sum()  # both rates answer for the count
+        pushed = expected[layer].sum()  # both rates get the gradient of the count
         new_left = after + (pushed - pushed.detach())
         allowed = carry["allowed"]
         over = carry["over"] + self._cost(left, new_left) - self._cost(allowed, allowed - r)
         carry = {**carry, "keep": keep, "size": size, "left": new_left, "allowed": allowed - r, "over": over}
-        whole = torch.cat([tokens.x[:, :prefix], x], dim=1)
-        return tokens.replace(x=whole, size=self._padded(keep * size + MASKED), source=None, carry=carry)
+        x = torch.cat([tokens.x[:, :prefix], x], dim=1)
+        return tokens.replace(x=x, size=self._padded(keep * size + MASKED), source=None, carry=carry)
 
     def _begin(self, like: Float[Tensor, "b p"], expected: Float[Tensor, "l 2"]) -> dict[str, Tensor]:
-        """What soft steps hand on: masks and sizes of patches; the counts to reach; patches left by the learned rates
-        and by the schedule; and the GFLOPs by which the first cost more so far."""
+        """Initial state of the soft steps: masks and sizes of patches, counts to reach, remaining patches by the
+        learned rates and by the schedule, and the GFLOPs by which the former exceed the latter."""
         patches = like.shape[1]
         counts = stepwise(expected.detach(), patches)
         left = counts.new_tensor(patches)
@@ -208,10 +208,10 @@ class DiffRate(Method):
         }
 
     def _cost(self, before: Tensor, after: Tensor) -> Tensor:
-        """GFLOPs of a block that attends to `before` patches and hands `after` to its MLP."""
+        """GFLOPs of a block with `before` patches in attention and `after` in its MLP."""
         width, prefix = self.host.width / 1e9, self.host.prefix
-        prices = (4 * width * self.host.width, 2 * width, 8 * width * self.host.width, 0.0, 0.0)
-        return block_gflops(prices, before + prefix, after + prefix)
+        coefficients = (4 * width * self.host.width, 2 * width, 8 * width * self.host.width, 0.0, 0.0)
+        return block_gflops(coefficients, before + prefix, after + prefix)
 
     def losses(self, tokens: Tokens) -> dict[str, Tensor]:
         over = tokens.carry.get("over")
@@ -219,7 +219,7 @@ class DiffRate(Method):
 
 
 def tilted(counts: Float[Tensor, " k"], mean: Float[Tensor, " l"]) -> Float[Tensor, "l k"]:
-    """Logits a·counts, one row per mean, such that softmax has that mean: the broadest distributions that do."""
+    """Logits a·counts, one row per mean, whose softmax has that mean: the maximum-entropy distributions."""
     scaled = counts / counts.max()
     low, high = torch.full_like(mean, -64.0), torch.full_like(mean, 64.0)
     for _ in range(60):
@@ -230,19 +230,19 @@ def tilted(counts: Float[Tensor, " k"], mean: Float[Tensor, " l"]) -> Float[Tens
 
 
 def stepwise(expected: Float[Tensor, "l 2"], patches: int) -> Float[Tensor, "l 2"]:
-    """Whole counts, rounded up, none above what the step before it left."""
+    """Integer counts: rounded up, and never above that of the step before."""
     return (expected - 1e-4).ceil().clamp(1, patches).flatten().cummin(dim=0).values.view_as(expected)
 
 
 def pruned_share(counts: Float[Tensor, "l 2"], patches: int) -> Float[Tensor, " l"]:
-    """The part of what each block removes that is pruned, not merged; a half where it removes nothing."""
+    """Share of the removed patches of each block that is pruned, not merged; one half if it removes none."""
     before = nn.functional.pad(counts[:-1, 1], (1, 0), value=float(patches))
     removed = before - counts[:, 1]
     return torch.where(removed > 0, (before - counts[:, 0]) / removed.clamp(min=1.0), 0.5)
 
 
 def split(left: Tensor, count: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Patches after pruning and after merging: down to `count`, but by no more than half."""
+    """Patches after pruning and after merging: `count`, but at least half of `left`."""
     after = torch.maximum(torch.minimum(left, count), left - (left / 2).floor())
     return left - (share * (left - after)).round(), after
 
@@ -251,7 +251,7 @@ def split(left: Tensor, count: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
 def most_similar(
     x: Float[Tensor, "b i c"], others: Float[Tensor, "b j c"], allowed: Tensor | None = None
 ) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
-    """The largest cosine of each token with `others` (those `allowed`), and which one that is."""
+    """The largest cosine of each token with the (`allowed`) `others`, and the index of that token."""
     with full_precision(x.device):
         x, others = (part if part.dtype == torch.float64 else part.float() for part in (x, others))
         x, others = (nn.functional.normalize(part, dim=-1) for part in (x, others))

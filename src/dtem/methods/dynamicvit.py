@@ -1,4 +1,4 @@
-"""DynamicViT: small predictors, trained through Gumbel masks, say which tokens to keep.
+"""DynamicViT: prune by small predictors that are trained with Gumbel-softmax masks.
 
 Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token Sparsification", NeurIPS 2021,
 https://arxiv.org/abs/2106.02034. Before a few blocks (the 4th, 7th and 10th of 12) a predictor gives each patch a
@@ -6,23 +6,23 @@ keep logit s_i. With e = GELU(Linear(LayerNorm(x))), split in two halves, local 
 
     z_i = [local e_i, Σ_j m_j global e_j / Σ_j m_j]        (s_i, d_i) = Linear(GELU(Linear(GELU(Linear(z_i)))))
 
-    inference: the patches with the largest s_i − d_i stay, the others are gone
-    training:  m_i ← m_i · g_i, where g_i is 1 or 0, drawn by the odds exp(s_i − d_i) : 1 (Gumbel-softmax, straight
-               through). All tokens stay, and attention to a token counts m_i times, so to a dropped one not at all.
+    inference: the patches with the largest s_i − d_i are kept, the others are removed
+    training:  m_i ← m_i · g_i, where g_i is 1 or 0 with odds exp(s_i − d_i) : 1 (Gumbel-softmax, straight-through).
+               No token is removed; the attention weight of a token is multiplied by m_i.
 
-The ratio loss Σ_stages (mean_i m_i − kept share of the schedule)² / stages draws the masks to what inference keeps.
-The other losses of the published training come from the trainer: labels, and ``--loss both`` for the output of the
-unpruned model. The published loss on each kept token's features is left out: a method meets the tokens of its own
-forward alone, and the unpruned model's never pass through it.
+The ratio loss Σ_stages (mean_i m_i − kept share of the schedule)² / stages pulls the masks to the share kept at
+inference. The other losses of the published training come from the trainer: labels, and ``--loss both`` for the output
+of the unpruned model. The published loss on the features of each kept token is left out: a method has no access to the
+tokens of the unpruned model.
 
-Where this departs from the published method:
+Differences from the publication:
 
-* A dropped token may attend to itself there, here only to kept ones. No kept token sees a dropped one, so the output
-  is the same; only what flows back through dropped tokens differs.
-* Predictors start at a keep probability of about 0.7 (there: 0.5, which leaves an eighth of the tokens after three
-  stages), with the weights that torch gives a new layer.
-* Kept patches stay in order (there: sorted by score; the output is the same).
-* Predictors and host are trained in turns in end-to-end mode, the host through hard pruning (there: together).
+* There a masked token attends to itself, here to kept tokens only. No kept token attends to a masked one, so outputs
+  are the same; only the gradient through masked tokens differs.
+* Predictors are initialised at a keep probability of about 0.7 (published: 0.5, which keeps an eighth of the tokens
+  after three stages), with torch's default weights.
+* Kept patches stay in order (published: sorted by score; the output is the same).
+* In end-to-end mode, predictors and host are trained in turns, the host with hard pruning (published: jointly).
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dtem import ops
-from dtem.methods.base import MASKED, Config, Method, full_size
-from dtem.methods.soft import check_positive
-from dtem.types import SIZE_FLOOR, DtemError, HostSpec, Tokens
+from dtem.errors import DtemError
+from dtem.methods.base import MASKED, Config, Method, check_positive, full_size
+from dtem.types import SIZE_FLOOR, HostSpec, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +44,19 @@ class DynamicVitConfig(Config):
     """Settings of DynamicViT."""
 
     proportional: bool | str | None = "train"
-    """Always "train": sizes are 1 at inference, and in training they are the masks."""
+    """Always "train": sizes are 1 at inference, and the masks in training."""
     stages: tuple[int, ...] | None = None
-    """Blocks (counted from 0) before which tokens may be dropped, each with a predictor of its own; None: at a quarter,
-    half and three quarters of the depth (3, 6 and 9 of 12)."""
+    """Blocks (counted from 0) before which tokens are pruned, each with its own predictor; None: at a quarter, half and
+    three quarters of the depth (3, 6 and 9 of 12)."""
     ratio_weight: float = 2.0
     """Weight of the ratio loss."""
     temperature: float = 1.0
     """Of the Gumbel-softmax."""
     seed: int = 0
-    """Of the predictors' start."""
+    """Of the initialisation of the predictors."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.proportional != "train":
             raise DtemError(
                 f"proportional = {self.proportional!r}: dynamicvit masks tokens by their sizes in training, and at "
@@ -72,7 +73,7 @@ class DynamicVitConfig(Config):
 
 
 class Predictor(nn.Module):
-    """Two logits for every patch, keep and drop, from its own features and those of all that are kept."""
+    """Keep and drop logits of every patch, from its own features and the mean of all kept patches."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Predictor(nn.Module):
             self.out.bias.copy_(torch.tensor([0.5, -0.5]))
 
     def forward(self, x: Float[Tensor, "b n c"], keep: Float[Tensor, "b n"] | None) -> Float[Tensor, "b n"]:
-        """The keep logit less the drop logit. `keep` weighs tokens in the global half; None: all alike."""
+        """The keep logit minus the drop logit. `keep` holds the weights of tokens in the global mean; None: equal."""
         e = nn.functional.gelu(self.embed(self.norm(x)))
         local, rest = e[..., : self.local], e[..., self.local :]
         if keep is None:
@@ -102,12 +103,12 @@ class Predictor(nn.Module):
 
 
 class DynamicVit(Method):
-    """Pruning by trained predictors before a few blocks. r tokens fewer enter such a block."""
+    """Pruning of r tokens before a few blocks, by trained predictors."""
 
     name: ClassVar[str] = "dynamicvit"
     config_class: ClassVar[type[Config]] = DynamicVitConfig
     config: DynamicVitConfig
-    keeps_mass = False
+    conserves_size = False
 
     def __init__(self, host: HostSpec, config: DynamicVitConfig) -> None:
         super().__init__(host, config)
@@ -122,7 +123,7 @@ class DynamicVit(Method):
     def stages(self) -> tuple[int, ...]:
         return tuple(map(int, self.predictors))
 
-    def can_relax(self) -> bool:
+    def has_soft_mode(self) -> bool:
         return True
 
     def before(self, layer: int, tokens: Tokens, r: int) -> Tokens:
@@ -140,7 +141,7 @@ class DynamicVit(Method):
         return tokens.replace(x=ops.take(tokens.x, kept), size=full_size(tokens).gather(1, kept), source=source)
 
     def _mask(self, predictor: nn.Module, layer: int, tokens: Tokens, r: int) -> Tokens:
-        """The soft step: drop by drawn masks, and note how far their mean is from what the schedule keeps."""
+        """The soft step: draw masks, and store the squared difference of their mean and the schedule's share."""
         patches = tokens.x[:, self.host.prefix :]
         keep, left = tokens.carry.get("keep"), tokens.carry.get("left")
         score = predictor(patches, keep)
@@ -158,7 +159,7 @@ class DynamicVit(Method):
 
 
 def logistic(like: Tensor) -> Tensor:
-    """Noise of the shape of `like`: the difference of two standard Gumbel variables."""
+    """Logistic noise of the shape of `like`: the difference of two standard Gumbel variables."""
     tiny = torch.finfo(like.dtype).tiny
     first, second = (-torch.empty_like(like).exponential_().clamp(min=tiny).log() for _ in range(2))
     return first - second
@@ -176,10 +177,10 @@ def default_stages(depth: int) -> tuple[int, ...]:
 
 
 def keep_rate(rate: float, patches: int, depth: int = 12, at: Collection[int] | None = None) -> tuple[int, ...]:
-    """DynamicViT's own schedule as one r per block: ⌊rate^i · patches⌋ patches are left after the i-th stage. As a
-    schedule takes at most half of a block's patches, rates below 0.5 are not met, and 0.5 sometimes by one patch.
+    """The published schedule as one r per block: ⌊rate^i · patches⌋ patches are kept after the i-th stage. A schedule
+    removes at most half of the patches of a block, so rates below 0.5 are not reached, and 0.5 up to one patch.
 
-    Example:
+    Examples:
         >>> dtem.patch(model, "dynamicvit", r=keep_rate(0.7, patches=196))
     """
     if not 0 < rate <= 1:

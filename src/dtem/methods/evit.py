@@ -6,12 +6,12 @@ over heads (of that block's attention; the softmax runs over all tokens, the cla
 
     kept:   the patches with the largest a_i      fused:  Σ a_i x_i over all the others, x after the attention residual
 
-As in the published code, the fused token is that sum itself, not divided by Σ a_i, and in later blocks it is a patch
-like any other: it can be kept, or fused again. Where this package departs from it: the kept patches stay in order (they
-were sorted by attention; the output is the same), and attention dropout, if any, does not touch a_i.
+As in the published code, the fused token is the sum, not divided by Σ a_i, and later blocks treat it like any other
+patch. Differences from the publication: kept patches stay in order (published: sorted by attention; the output is the
+same), and attention dropout does not apply to a_i.
 
-Published training lowers the keep rate from 1 by a cosine at first. Here r grows so: ``dtem train --mode finetune
---method evit --ramp 0.3``.
+Published training lowers the keep rate from 1 along a cosine. The same for r: ``dtem train --mode finetune --method
+evit --r-warmup 0.3``.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from typing import ClassVar
 import torch
 
 from dtem import ops
-from dtem.methods.base import Config, Method, full_size
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.errors import DtemError
+from dtem.methods.base import Config, Method, check_flag, full_size
+from dtem.types import HostSpec, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +34,17 @@ class EvitConfig(Config):
     proportional: bool | str | None = False
     """Proportional attention; EViT has none. True, False or None, as for the other methods."""
     fuse: bool = True
-    """Fuse what is not kept into one token. False: drop it."""
+    """Fuse the other patches into one token. False: drop them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.fuse, bool):
-            raise DtemError(f"fuse = {self.fuse!r} must be True or False")
+        check_flag("fuse", self.fuse)
 
 
 class Evit(Method):
     """Pruning by class attention. Nothing is trained.
 
-    r tokens fewer are left after a block: r + 1 patches become the fused token, or, without fusing, r are dropped.
+    A block removes r tokens: r + 1 patches become the fused token, or, without fusing, r are dropped.
     """
 
     name: ClassVar[str] = "evit"
@@ -54,13 +54,13 @@ class Evit(Method):
 
     def __init__(self, host: HostSpec, config: EvitConfig) -> None:
         super().__init__(host, config)
-        self.keeps_mass = config.fuse
+        self.conserves_size = config.fuse
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         if r == 0:
             return tokens
         fused = self.config.fuse
-        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)  # (b, n)
+        attention = self.class_attention(tokens, taps)  # (b, n)
         kept, gone = ops.prune(attention, r + fused, self.host.prefix)
         x, size, source = ops.take(tokens.x, kept), full_size(tokens), tokens.source
         new_size = size.gather(1, kept)
@@ -76,11 +76,11 @@ class Evit(Method):
 def keep_rate(
     rate: float, patches: int, depth: int = 12, at: Collection[int] = (3, 6, 9), fuse: bool = True
 ) -> tuple[int, ...]:
-    """EViT's own schedule as one r per block: in the blocks `at` (counted from 0; published: the 4th, 7th and 10th),
-    keep ⌈rate · n⌉ of the n patches that are left, an earlier fused token being one of them. A schedule takes at most
-    half of the patches of a block, so rates below 0.5 are not met.
+    """The published schedule as one r per block: in the blocks `at` (counted from 0; published: the 4th, 7th and 10th),
+    keep ⌈rate · n⌉ of the n remaining patches, an earlier fused token included. A schedule removes at most half of the
+    patches of a block, so rates below 0.5 are not reached.
 
-    Example:
+    Examples:
         >>> dtem.patch(model, "evit", r=keep_rate(0.7, patches=196))
     """
     if not 0 < rate <= 1:

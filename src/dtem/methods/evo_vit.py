@@ -1,24 +1,24 @@
-"""Evo-ViT: compute informative patches in full (slow), update the others through one token that stands for them (fast).
+"""Evo-ViT: compute informative patches (slow), and update the others through one representative token (fast).
 
 Xu et al., "Evo-ViT: Slow-Fast Token Evolution for Dynamic Vision Transformer", AAAI 2022,
 https://arxiv.org/abs/2108.01390. With g_i a running mean of the class token's attention to patch i:
 
     slow:   the patches with the largest g_i go through the block
-    fast:   all others, the placeholders, are summarised as Σ g_i x_i / Σ g_i, a token that goes through the block with
-            the slow ones; what the block adds to it is added to every placeholder
+    fast:   all others, the placeholders, are summarised as one token Σ g_i x_i / Σ g_i, which goes through the block
+            with the slow ones; the residual that the block adds to it is added to every placeholder
 
-No patch is lost: after the block all of them stand where they stood. g is the attention of this block as long as every
-patch is computed, then g ← (1 − t) g + t·attention for the slow ones, t = 0.5; a placeholder keeps its g.
+No patch is removed: after the block all are in their places. g is the attention of the block as long as every patch is
+computed, then g ← (1 − t) g + t·attention for slow patches, t = 0.5; placeholders keep their g.
 
-r is how many more tokens a block and all later ones leave out: with R the sum of r so far, the block computes R tokens
-fewer (R + 1 placeholders, less the token that stands for them), in its attention and in its MLP. Who is slow is decided
-before the block, by what earlier blocks attended to; only in the first block, which has none before it, after its
-attention. It is decided anew in every block with r > 0, and at the start of every stage of 4 blocks. That covers both
-published ways: layer by layer, and by stages (`slow_share`: four blocks in full, then half of the patches).
+r is the number of additional tokens that a block and all later ones leave out: with R the sum of r so far, the block
+computes R tokens fewer (R + 1 placeholders, one summary), in its attention and in its MLP. Slow patches are selected
+before the block, by the attention of earlier blocks; in the first block, after its attention. They are selected again
+in every block with r > 0, and at the start of every stage of 4 blocks. That covers both published variants: layer by
+layer, and by stages (`slow_share`: four full blocks, then half of the patches).
 
-Where this departs from the published code: patches return to their places (there they stay sorted); the host's own
-head reads the tokens (there, the mean of all patches, with the class token's head in training only). For DeiT the code
-leaves the placeholders as they are: ``summary=False``.
+Differences from the published code: patches return to their places (there they stay sorted); the host's own head is
+used (there, the mean of all patches, and the class token's head in training only). For DeiT the code does not update
+placeholders: ``summary=False``.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dtem import ops
-from dtem.methods.base import Config, Method
-from dtem.methods.soft import check_count
+from dtem.errors import DtemError
+from dtem.methods.base import Config, Method, check_count, check_flag
 from dtem.ops.matching import positions
-from dtem.types import DtemError, Taps, Tokens
+from dtem.types import Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +40,17 @@ class EvoVitConfig(Config):
     """Settings of Evo-ViT."""
 
     proportional: bool | str | None = False
-    """Proportional attention, in which the summary counts as the patches that it stands for; Evo-ViT has none."""
+    """Proportional attention, where the summary counts as its number of placeholders; Evo-ViT has none."""
     summary: bool = True
-    """Update placeholders through the token that stands for them. False: leave them as they are."""
+    """Update placeholders through their summary token. False: leave them unchanged."""
     stage: int = 4
-    """Blocks of a stage: where one starts, slow patches are chosen anew."""
+    """Number of blocks of a stage. Slow patches are selected again where one starts."""
     tradeoff: float = 0.5
     """Weight of a block's own attention in the running mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.summary, bool):
-            raise DtemError(f"summary = {self.summary!r} must be True or False")
+        check_flag("summary", self.summary)
         if self.stage is None:
             raise DtemError("stage = None must be a whole number, 1 or more")
         check_count("stage", self.stage)
@@ -62,9 +61,9 @@ class EvoVitConfig(Config):
 class EvoVit(Method):
     """Slow and fast updates by class attention. Nothing is trained.
 
-    In `Tokens.carry`: score (g), and once patches are set aside, kept and gone (which are slow, which are not) and back
-    (where each token stands in [kept, gone]); within a block also rest (the placeholders) and summary (their token as
-    it entered).
+    `Tokens.carry` holds score (g); once patches are set aside, kept and gone (positions of slow and other patches) and
+    back (the position of each token in [kept, gone]); within a block also rest (the placeholders) and summary (their
+    summary token before the block).
     """
 
     name: ClassVar[str] = "evo_vit"
@@ -80,7 +79,7 @@ class EvoVit(Method):
         return self._set_aside(tokens, r, renew=r > 0 or layer % self.config.stage == 0)
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
-        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)  # (b, n)
+        attention = self.class_attention(tokens, taps)  # (b, n)
         carry = tokens.carry
         if "rest" in carry:
             kept, t = carry["kept"], self.config.tradeoff
@@ -101,7 +100,7 @@ class EvoVit(Method):
         return tokens.replace(x=x, size=_ones(x), carry=carry)
 
     def _set_aside(self, tokens: Tokens, r: int, renew: bool) -> Tokens:
-        """Leave the slow patches, and the token that stands for all others."""
+        """Keep the slow patches and the summary token of all others."""
         x, carry, summary = tokens.x, tokens.carry, self.config.summary
         score = carry["score"]
         if renew:
@@ -128,11 +127,11 @@ def _ones(x: Float[Tensor, "b n c"]) -> Float[Tensor, "b n"]:
 
 
 def slow_share(share: float, patches: int, depth: int = 12, first: int = 4) -> tuple[int, ...]:
-    """Evo-ViT's own schedule as one r per block: from block `first` on (counted from 0; published: the 5th), compute
-    ⌊share · patches⌋ patches, the one that stands for the others included. A schedule takes at most half of the patches
-    in a block, so shares below 0.5 are not met.
+    """The published schedule as one r per block: from block `first` on (counted from 0; published: the 5th), compute
+    ⌊share · patches⌋ tokens, the summary included. A schedule removes at most half of the patches in a block, so shares
+    below 0.5 are not reached.
 
-    Example:
+    Examples:
         >>> dtem.patch(model, "evo_vit", r=slow_share(0.5, patches=196))
     """
     if not 0 < share <= 1:

@@ -1,19 +1,18 @@
-"""PatchMerger: learned queries mix all patches into fewer (Renggli et al. 2022, https://arxiv.org/abs/2202.12015).
+"""PatchMerger: learned queries mix the patches into fewer tokens (Renggli et al. 2022, https://arxiv.org/abs/2202.12015).
 
-With a matrix W of M queries, learned with the task, n patches X become M tokens, each a mean of all of them:
+With a matrix W of M trained queries, n patches X become M tokens, each a weighted mean of all patches:
 
     Y = softmax(W LN(X)ᵀ) X          (softmax over patches)
 
-LN has no weights of its own: its scale is part of W, and its shift adds one number to a whole row of logits.
+LN has no weights: its scale is part of W, and its shift adds a constant to each row of logits.
 
-Where this package departs from it: the mean is taken over X itself (some implementations take LN(X)), which a frozen
-host knows how to read; it stands between attention and MLP of a block that reduces (published: between two blocks); and
-it may be used in any number of blocks (published: one, M = 8 in the middle). The published model has no class token;
-here prefix tokens pass by untouched. Since the schedule says how many tokens are left, a block has as many queries as
-the host has patches, and n − r patches are made by the first n − r of them.
+Differences from the publication: the mean is taken over X (some implementations take LN(X)), as a frozen host needs; it
+runs between attention and MLP of a block (published: between two blocks), in any number of blocks (published: one, with
+M = 8, in the middle). The published model has no class token; here prefix tokens are unchanged. Since the schedule
+gives the number of tokens, a block has as many queries as the host has patches, and n − r tokens use the first n − r.
 
-No token is kept, so sizes mean nothing: all are 1. The source map says for each patch which token it is the strongest
-part of (the first such token), and −1 for the others. Soft and hard mode compute the same.
+All sizes are 1, since no token is kept. The source map gives for each patch the first token in which it has the largest
+share, and −1 for patches that have none. Soft and hard mode compute the same.
 """
 
 import dataclasses
@@ -25,9 +24,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dtem import ops
+from dtem.errors import DtemError
 from dtem.methods.base import Config, Method
 from dtem.ops.matching import full_precision
-from dtem.types import DtemError, HostSpec, Taps, Tokens
+from dtem.types import HostSpec, Taps, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +35,16 @@ class PatchMergerConfig(Config):
     """Settings of PatchMerger."""
 
     proportional: bool | str | None = False
-    """Proportional attention: without effect, since all sizes are 1."""
+    """Proportional attention: no effect, since all sizes are 1."""
     seed: int = 0
-    """Of the queries' start."""
+    """Of the initialisation of the queries."""
 
 
 class PatchMerger(Method):
-    """Means of all patches by learned queries, beside each block."""
+    """Weighted means of all patches by trained queries, for each block."""
 
     name: ClassVar[str] = "patch_merger"
-    keeps_mass = False
+    conserves_size = False
     config_class: ClassVar[type[Config]] = PatchMergerConfig
     config: PatchMergerConfig
 
@@ -55,9 +55,9 @@ class PatchMerger(Method):
             self.queries = nn.ModuleList(nn.Linear(host.width, host.patches, bias=False) for _ in range(host.depth))
             for weight in self.queries.parameters():
                 nn.init.normal_(weight)
-        self.queries[host.learning :].requires_grad_(False)  # they have no gradient to wait for
+        self.queries[host.num_trainable_blocks :].requires_grad_(False)  # they never get a gradient
 
-    def can_relax(self) -> bool:
+    def has_soft_mode(self) -> bool:
         return True
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
@@ -70,7 +70,7 @@ class PatchMerger(Method):
         left = patches.shape[1] - r
         if left > queries.shape[0]:
             raise DtemError(
-                f"{left} patches should be left in block {layer}, and patch_merger has {queries.shape[0]} queries: use "
+                f"block {layer} should keep {left} patches, but patch_merger has {queries.shape[0]} queries: use "
                 f"images of at most {self.host.patches} patches, or a larger r"
             )
         mixed, share = mix(patches, queries[:left])
@@ -83,7 +83,7 @@ class PatchMerger(Method):
 def mix(
     x: Float[Tensor, "b n c"], queries: Float[Tensor, "m c"]
 ) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m n"]]:
-    """softmax(W LN(x)ᵀ) x, and the softmax: the share of each token in each new one. In float32 (float64 stays)."""
+    """softmax(W LN(x)ᵀ) x, and the softmax: the share of each token in each new token. In float32 (float64 stays)."""
     with full_precision(x.device):
         high = x if x.dtype == torch.float64 else x.float()
         logits = F.linear(F.layer_norm(high, high.shape[-1:]), queries.to(high.dtype)).mT
@@ -92,7 +92,8 @@ def mix(
 
 
 def held_by(share: Float[Tensor, "b m n"], first: int) -> Int[Tensor, "b n"]:
-    """For each token the first new one whose largest share it has, −1 if there is none. New ones count from `first`."""
+    """Source map: for each token the first new token in which it has the largest share, −1 if there is none. New tokens
+    are numbered from `first`."""
     batch, made, tokens = share.shape
     largest = share.argmax(dim=2)
     number = torch.arange(first, first + made, device=share.device).expand(batch, -1)

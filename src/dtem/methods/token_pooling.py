@@ -1,14 +1,13 @@
 """Token Pooling: cluster the tokens, keep one token per cluster (Marin et al. 2021, https://arxiv.org/abs/2110.03860).
 
-After attention, n − r clusters of patches are found by weighted k-medoids (`ops.cluster`): those that approximate the
-tokens best, Σ_i w_i min_k ‖x_i − x_{m_k}‖² over medoids m. Each cluster becomes the mean of its tokens by weight. The
-weight w_i is a token's significance, so that what matters is approximated better; the start is the most significant
-tokens, five iterations follow.
+After attention, patches are clustered into n − r clusters by weighted k-medoids (`ops.cluster`), which minimises
+Σ_i w_i min_k ‖x_i − x_{m_k}‖² over medoids m. Each cluster becomes the weighted mean of its tokens. The weight w_i is
+the significance of a token. The most significant tokens are the initial medoids; five iterations follow.
 
-Where this package departs from it: significance is the class token's attention to a token, averaged over heads, where
-the paper takes the attention that it receives from all tokens; that would need the whole attention matrix. Clusters
-return their mean, not their medoid (the paper has both k-means and k-medoids). The published method pools in every
-block and trains the host with it; here the schedule says where, and the host may stay as it is.
+Differences from the publication: significance is the attention of the class token, averaged over heads, where the paper
+takes the attention received from all tokens, which would need the full attention matrix. Clusters return their mean,
+not their medoid (the paper has both k-means and k-medoids). The published method pools in every block and trains the
+host with it; here the schedule gives the blocks, and the host may stay frozen.
 """
 
 import dataclasses
@@ -17,11 +16,11 @@ from typing import ClassVar
 import torch
 
 from dtem import ops
-from dtem.methods.base import Config, Method, full_size
-from dtem.methods.soft import is_count
-from dtem.types import DtemError, Taps, Tokens
+from dtem.errors import DtemError
+from dtem.methods.base import Config, Method, full_size, is_count
+from dtem.types import Taps, Tokens
 
-#: Class attention below this counts as this, so that a cluster that nobody looks at has a mean too.
+#: Lower bound of the class attention, so that every cluster has a weighted mean.
 WEIGHT_FLOOR = 1e-12
 
 
@@ -52,7 +51,7 @@ class TokenPooling(Method):
         if r == 0:
             return tokens
         prefix = self.host.prefix
-        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)
+        attention = self.class_attention(tokens, taps)
         weight = attention[:, prefix:].clamp(min=WEIGHT_FLOOR)
         x, size, source = tokens.x, full_size(tokens), tokens.source
         patches = x[:, prefix:]

@@ -6,19 +6,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dtem.methods.base import Method, merge_matched
-from dtem.types import Above, Taps, Tokens
+from dtem.types import Taps, Tokens
 
 
 class Tome(Method):
-    """Bipartite matching on the mean over heads of the keys. Nothing is trained."""
+    """Bipartite matching on the head-mean of the keys. Nothing is trained."""
 
     name: ClassVar[str] = "tome"
     needs: ClassVar[frozenset[str]] = frozenset({"k"})
-    adaptive: ClassVar[bool] = True
 
     def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
-        """What tokens are compared by (cosine)."""
+        """Features by whose cosine tokens are compared."""
         return taps.k.mean(dim=1)
 
-    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int | Above) -> Tokens:
+    def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         return tokens if r == 0 else merge_matched(tokens, self.metric(layer, taps), r, self.host.prefix)

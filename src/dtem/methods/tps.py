@@ -1,16 +1,16 @@
-"""TPS: prune tokens, then squeeze each into the kept token that it is most like.
+"""TPS: prune tokens, then squeeze each into its most similar kept token.
 
 Wei et al., "Joint Token Pruning and Squeezing Towards More Aggressive Compression of Vision Transformers", CVPR 2023,
-https://arxiv.org/abs/2304.10716. What is pruned is decided as in another method; what it held is not lost, but mixed
-into its nearest kept token, by similarity (`ops.squeeze` has the equation).
+https://arxiv.org/abs/2304.10716. Tokens are selected as in another method; each pruned token is mixed into its most
+similar kept token (`ops.squeeze` has the equation).
 
-    etps    inside a block: class attention decides, as in EViT, and features are those after the attention residual
-    dtps    before a block: predictors decide, as in DynamicViT, trained in the same way
+    etps    inside a block: selected by class attention, as in EViT, with features after the attention residual
+    dtps    before a block: selected by predictors, as in DynamicViT, trained in the same way
 
-Where this package departs from the published method: r patches go in a block (published: a keep rate, in three blocks;
-`evit.keep_rate` with fuse=False and `dynamicvit.keep_rate` give those schedules), kept patches stay in order, and a
-token's size adds up the patches that were squeezed into it, though neither their mixture nor attention goes by size.
-Distillation of token features, part of the published training of dtps, is left out, as in `dynamicvit`.
+Differences from the publication: r patches are pruned in a block (published: a keep rate, in three blocks;
+`evit.keep_rate` with fuse=False and `dynamicvit.keep_rate` give those schedules), kept patches stay in order, and sizes
+count the squeezed patches, though neither the mixture nor attention depends on sizes. The distillation of token
+features in the published training of dtps is left out, as in `dynamicvit`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Etps(Method):
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         if r == 0:
             return tokens
-        attention = ops.class_attention(taps.q, taps.k, self.bias(tokens), taps.scale).mean(dim=1)
+        attention = self.class_attention(tokens, taps)
         return squeeze_pruned(tokens, *ops.prune(attention, r, self.host.prefix), self.host.prefix)
 
 
@@ -52,10 +52,10 @@ class Dtps(DynamicVit):
     """Pruning by trained predictors before a few blocks, with squeezing."""
 
     name: ClassVar[str] = "dtps"
-    keeps_mass = True
+    conserves_size = True
 
     def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
-        """In training, sizes are those of inference, and 0 for what is masked: attention is to see the masks alone."""
+        """In training the log of the masks, not of sizes: sizes count squeezed patches, which attention ignores."""
         if tokens.size is None or not self.soft:
             return None
         return ops.log_size(tokens.size / tokens.size.detach().clamp(min=1.0))
@@ -69,8 +69,8 @@ class Dtps(DynamicVit):
         return squeeze_pruned(tokens, kept, gone, prefix)
 
     def _mask(self, predictor: nn.Module, layer: int, tokens: Tokens, r: int) -> Tokens:
-        """As in DynamicViT, and those that are masked now are squeezed into those that are not. The gradient of the
-        masks flows through the mixture too: what would a token give, were it pruned?"""
+        """As in DynamicViT; newly masked tokens are squeezed into the others. The masks get a gradient through the
+        mixture too."""
         masked = super()._mask(predictor, layer, tokens, r)
         prefix, earlier, keep = self.host.prefix, tokens.carry.get("keep"), masked.carry["keep"]
         guest = (1.0 if earlier is None else earlier) - keep
@@ -78,14 +78,14 @@ class Dtps(DynamicVit):
         others = ~torch.eye(patches.shape[1], dtype=torch.bool, device=keep.device)
         cosine, host = ops.find_hosts(patches, patches, stays.unsqueeze(1) & others)
         x = torch.cat([tokens.x[:, :prefix], ops.squeeze(patches, patches, cosine, host, guest)], dim=1)
-        had = full_size(tokens)[:, prefix:].detach().round()
-        holds = torch.where(stays, had.scatter_add(1, host, had * guest.detach().to(had.dtype)), 1.0)
-        size = nn.functional.pad(keep * holds + MASKED, (prefix, 0), value=1.0)
+        old = full_size(tokens)[:, prefix:].detach().round()
+        new = torch.where(stays, old.scatter_add(1, host, old * guest.detach().to(old.dtype)), 1.0)
+        size = nn.functional.pad(keep * new + MASKED, (prefix, 0), value=1.0)
         return masked.replace(x=x, size=size)
 
 
 def squeeze_pruned(tokens: Tokens, kept: Int[Tensor, "b k"], gone: Int[Tensor, "b r"], prefix: int) -> Tokens:
-    """Only `kept` tokens are left; those in `gone` joined the patches among them. Prefix tokens take nobody in."""
+    """Keep the tokens `kept` and squeeze the tokens `gone` into the patches among them (never into prefix tokens)."""
     stay, guests = ops.take(tokens.x, kept), ops.take(tokens.x, gone)
     cosine, host = ops.find_hosts(guests, stay[:, prefix:])
     x = torch.cat([stay[:, :prefix], ops.squeeze(stay[:, prefix:], guests, cosine, host)], dim=1)

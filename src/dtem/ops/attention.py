@@ -1,7 +1,8 @@
-"""Proportional attention: softmax(q kᵀ / √d + log m), so that a token of size m counts as m tokens.
+"""Proportional attention (ToMe, https://arxiv.org/abs/2210.09461): softmax(q kᵀ / √d + log m).
 
-Always through the fused kernel, never by an attention matrix of our own. log m enters as a float mask, or, where it
-needs a gradient (a mask that does falls back to the slow kernel), as one more channel: q' = [q, 1/s], k' = [k, log m].
+A token of size m counts as m tokens. Attention always runs in torch's fused kernel. log m is passed as a float mask or,
+where it needs a gradient (with such a mask torch falls back to the slow kernel), as one more channel:
+q' = [q, 1/s], k' = [k, log m].
 """
 
 import torch
@@ -26,13 +27,13 @@ def attend(
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "b h q e"]:
-    """Fused attention with `bias` (log sizes) on the keys."""
+    """Fused attention with `bias` (log sizes) added to the logits by key."""
     if bias is None or not (bias.requires_grad and torch.is_grad_enabled()):
         mask = None if bias is None else bias.to(q.dtype)[:, None, None]
         queries = q.shape[2]
         q = _fill_query_blocks(q)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-        if q.shape[2] > queries:  # laid out as the kernel does, so that joining the heads is a view
+        if q.shape[2] > queries:  # in the layout of the kernel, so that concatenating the heads is a view
             out = out.transpose(1, 2)[:, :queries].contiguous().transpose(1, 2)
         return out
     return attend_by_channel(q, k, v, bias, scale, dropout)
@@ -46,7 +47,7 @@ def attend_by_channel(
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "b h q e"]:
-    """The bias as one more channel of q and k: no mask, so every fused kernel serves, with gradients too."""
+    """Attention with the bias as one more channel of q and k: without a mask, every fused kernel can be used."""
     q = torch.cat([q, q.new_full((), 1.0 / scale).expand(*q.shape[:3], 1)], dim=-1)
     k = torch.cat([k, bias.to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 1)], dim=-1)
     out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), dropout_p=dropout, scale=scale)
@@ -54,8 +55,8 @@ def attend_by_channel(
 
 
 def _fill_query_blocks(q: Float[Tensor, "b h q e"]) -> Float[Tensor, "b h m e"]:
-    """Zero queries up to 192 where that is faster: torch's CPU kernel works on 64 queries at a time from 192 on, on 32
-    below, at half the speed per query. Worth it from about 168 queries on, and for more than one image."""
+    """Pad with zero queries up to 192 where that is faster: from 192 on, torch's CPU kernel works on 64 queries at a
+    time, below on 32, at half the speed per query. It pays from about 168 queries on, for more than one image."""
     if torch.compiler.is_exporting():  # other runtimes have other kernels
         return q
     batch, heads, count, width = q.shape
@@ -75,9 +76,9 @@ def class_attention(
     bias: Float[Tensor, "b n"] | None,
     scale: float,
 ) -> Float[Tensor, "b h n"]:
-    """The class token's attention to every token: the one row that pruning methods need.
+    """Attention of the class token to every token: the row of the attention matrix that pruning methods need.
 
-    In float32 (float64 stays): tokens are ranked by it, and in half precision many would tie.
+    In float32 (float64 stays): tokens are ranked by it, and in half precision there would be many ties.
     """
     with full_precision(q.device):
         q = q[:, :, :1]

@@ -1,7 +1,7 @@
-"""Hard grouping: bipartite matching of tokens (ToMe, Bolya et al. 2023, https://arxiv.org/abs/2210.09461).
+"""Hard grouping: bipartite soft matching of tokens (ToMe, Bolya et al. 2023, https://arxiv.org/abs/2210.09461).
 
-Tokens are split by absolute position: even ones are side A, odd ones side B, prefix tokens belong to neither.
-Every A token points at its most similar B token, and the r strongest of these edges are merged.
+Tokens are split by absolute position: even ones are set A, odd ones set B; prefix tokens are in neither.
+Every A token has an edge to its most similar B token, and the r strongest edges are merged.
 """
 
 import contextlib
@@ -12,23 +12,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dtem.types import Above, DtemError
+from dtem.errors import DtemError
 
 
 @dataclass(frozen=True)
 class Matching:
-    """Which tokens merge, as data. Positions in `kept` and `merged` refer to the input, `into` to the output."""
+    """Result of matching. Positions in `kept` and `merged` refer to the input, those in `into` to the output."""
 
     kept: Int[Tensor, "b left"]
-    """The tokens that stay, in output order: prefix, kept A, then B."""
+    """Tokens that are kept, in output order: prefix, kept A, then B."""
     merged: Int[Tensor, "b r"]
-    """The A tokens that go, strongest edge first."""
+    """A tokens that are merged, strongest edge first."""
     into: Int[Tensor, "b r"]
-    """The B token that each of them joins, as a position in the output."""
+    """The B token that each of them is merged into, as a position in the output."""
 
     @property
     def source(self) -> Int[Tensor, "b n"]:
-        """For each input token, the output token that holds it."""
+        """Source map: for each input token, the output token that holds it."""
         batch, kept = self.kept.shape
         source = self.kept.new_empty(batch, kept + self.merged.shape[1])
         here = positions(batch, kept, source.device)
@@ -36,26 +36,26 @@ class Matching:
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """No autocast inside: cosines rounded to half precision would tie by the dozen."""
+    """Disable autocast: cosines in half precision would have many ties."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def limit(patches: int) -> int:
-    """Most tokens that one merge can remove: half of the patches."""
+    """Largest number of tokens that one merge can remove: half of the patches."""
     return patches // 2
 
 
 def sides(prefix: int) -> tuple[int, int]:
-    """First patch position of side A (even) and of side B (odd)."""
+    """First patch position of set A (even) and of set B (odd)."""
     return prefix + prefix % 2, prefix + 1 - prefix % 2
 
 
 def cosine(z: Float[Tensor, "b n d"], prefix: int, excluded: int = 0) -> Float[Tensor, "b i j"]:
     """Cosine similarity of every A token with every B token, in float32 (float64 stays).
 
-    The last `excluded` tokens are on neither side.
+    The last `excluded` tokens are in neither set.
     """
     with full_precision(z.device):
         if z.dtype != torch.float64:
@@ -66,22 +66,16 @@ def cosine(z: Float[Tensor, "b n d"], prefix: int, excluded: int = 0) -> Float[T
         return torch.bmm(z[:, a:stop:2], z[:, b:stop:2].mT)
 
 
-def match(metric: Float[Tensor, "b n d"], r: int | Above, prefix: int = 0) -> Matching:
-    """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index.
-
-    With `Above`, r is found by `count_above`.
-    """
+def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
+    """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
     batch, tokens, _ = metric.shape
-    if not isinstance(r, Above):
-        check_r(r, tokens - prefix)
+    check_r(r, tokens - prefix)
     here = positions(batch, tokens, metric.device)
     a, b = sides(prefix)
     b_side = here[:, b::2]
-    if not b_side.shape[1]:  # a lone patch, or none: nothing to match with
+    if not b_side.shape[1]:  # one patch or none: nothing to match
         return Matching(kept=here, merged=here[:, :0], into=here[:, :0])
     best, partner = strongest(metric.detach() if metric.requires_grad else metric, prefix)
-    if isinstance(r, Above):
-        r = count_above(best, r.threshold, limit(tokens - prefix))
     order = torch.sort(best, dim=-1, descending=True, stable=True).indices
     chosen = order[:, :r]
     first = here[:, a : a + 1]
@@ -92,23 +86,10 @@ def match(metric: Float[Tensor, "b n d"], r: int | Above, prefix: int = 0) -> Ma
     )
 
 
-def count_above(best: Float[Tensor, "b i"], threshold: float, most: int) -> int:
-    """How many edges of an image are above the threshold, at most `most`. Images of one batch keep one length, so of
-    several it is the mean, rounded half up. The number is read from the device: a GPU waits here.
-    """
-    if best.is_meta or torch.compiler.is_compiling():
-        raise DtemError(
-            f"r = t{threshold:g} is found by looking at each image, so it can be neither counted without images "
-            "(`dtem eval` counts it on some) nor compiled or exported: give r as numbers there"
-        )
-    batch = len(best)
-    return min((2 * int((best > threshold).sum()) + batch) // (2 * batch), most)
-
-
 def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
-    """The cosine of every A token with its most similar B token, and which one that is.
+    """The largest cosine of every A token with a B token, and the index of that B token.
 
-    An A token's own norm does not change which B token is best, so only B is divided by norms beforehand.
+    The norm of an A token does not change which B token is best, so only B is normalised before the product.
     """
     with full_precision(z.device):
         if z.dtype != torch.float64:
@@ -120,13 +101,13 @@ def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b 
 
 
 def positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:
-    """0, 1, 2, … for every image. Made once per shape: at batch 1, small kernels are what merging costs."""
+    """0, 1, 2, … for every image. Cached by shape: at batch 1, small kernels are most of the cost of merging."""
     make = _positions if torch.compiler.is_compiling() else _positions_once
     return make(batch, tokens, device)
 
 
 def _positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:
-    with torch.inference_mode(False):  # what is made in inference mode could not serve a backward pass later
+    with torch.inference_mode(False):  # a cached inference tensor could not be used in a backward pass later
         return torch.arange(tokens, device=device).expand(batch, -1)
 
 
@@ -134,12 +115,12 @@ _positions_once = functools.lru_cache(maxsize=256)(_positions)
 
 
 def compose(source: Int[Tensor, "b p"], step: Int[Tensor, "b n"]) -> Int[Tensor, "b p"]:
-    """Follow a source map through one more step. A patch whose token was dropped (−1) stays without one."""
+    """Compose a source map with that of one more step. Dropped patches (−1) stay dropped."""
     return step.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)
 
 
 def check_r(r: int, patches: int) -> None:
-    """Operators refuse an r that cannot be; clamping is the schedule's business."""
+    """Refuse an r outside the possible range: operators do not clamp, schedules do."""
     if not 0 <= r <= limit(patches):
         raise DtemError(
             f"r = {r} tokens cannot be removed from {patches} patches: one merge removes 0 to {limit(patches)} "

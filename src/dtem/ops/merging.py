@@ -1,8 +1,8 @@
-"""Merging: hard (inference) and soft (training).
+"""Merging: hard (inference), soft (training; eq. 6-7 of https://arxiv.org/abs/2412.10569), and its inverse.
 
-Both are written as a correction of the token that receives, x_j + Σ_i m_i (x_i − x_j) / m̂_j. That is the
-size-weighted mean (m_j x_j + Σ_i m_i x_i) / m̂_j; the hard merge touches only rows that change, and the soft one keeps
-the feature of a token whose size has gone to nothing.
+A merge replaces the receiving token j by the size-weighted mean (m_j x_j + Σ_i m_i x_i) / m̂_j. It is computed as a
+correction, x_j + Σ_i m_i (x_i − x_j) / m̂_j: the hard merge writes only rows that change, and the soft merge keeps the
+features of a token whose size has become 0.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dtem.errors import DtemError
 from dtem.ops.matching import Matching, check_r, full_precision, positions, sides
-from dtem.types import SIZE_FLOOR, DtemError
+from dtem.types import SIZE_FLOOR
 
 
 def flat(index: Int[Tensor, "b k"], tokens: int) -> Int[Tensor, " rows"]:
-    """Positions in each image's tokens as positions in the rows of the whole batch."""
+    """Token positions of each image as row positions in the flattened batch."""
     batch = index.shape[0]
     if torch.compiler.is_exporting() or batch > 1:  # an exported graph serves every batch
         first = positions(1, batch, index.device).view(batch, 1)
@@ -25,7 +26,7 @@ def flat(index: Int[Tensor, "b k"], tokens: int) -> Int[Tensor, " rows"]:
 
 
 def take(x: Float[Tensor, "b n c"], index: Int[Tensor, "b k"]) -> Float[Tensor, "b k c"]:
-    """Rows `index` of each image's tokens. (One copy of whole rows: several times faster than `gather` on CPU.)"""
+    """Tokens at positions `index` of each image. (`index_select` is several times faster than `gather` on CPU.)"""
     batch, tokens, width = x.shape
     return x.reshape(-1, width).index_select(0, flat(index, tokens)).view(batch, index.shape[1], width)
 
@@ -33,7 +34,7 @@ def take(x: Float[Tensor, "b n c"], index: Int[Tensor, "b k"]) -> Float[Tensor, 
 def merge(
     x: Float[Tensor, "b n c"], size: Float[Tensor, "b n"] | None, matching: Matching
 ) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m"]]:
-    """Size-weighted mean of what was matched; the merged A tokens are gone. Sizes are positive."""
+    """Size-weighted mean of matched tokens; the merged A tokens are removed. Sizes are positive."""
     batch, tokens, width = x.shape
     left = matching.kept.shape[1]
     if tokens != left + matching.merged.shape[1]:
@@ -60,9 +61,9 @@ def merge(
 def merge_by_product(
     x: Float[Tensor, "b n c"], size: Float[Tensor, "b n"] | None, matching: Matching
 ) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m"]]:
-    """`merge` without adding rows in place, which few runtimes can: what joins is summed by a matrix of zeros and ones.
+    """`merge` by a matrix product with zeros and ones instead of `index_add_`, which few runtimes support.
 
-    This is what an exported graph holds.
+    Used in exported graphs.
     """
     left = matching.kept.shape[1]
     here = torch.arange(left, device=x.device).unsqueeze(1)
@@ -79,14 +80,27 @@ def merge_by_product(
     return out + joins.to(x.dtype) @ change, new_size
 
 
+def unmerge(x: Float[Tensor, "b m c"], matching: Matching | Int[Tensor, "b n"]) -> Float[Tensor, "b n c"]:
+    """Copy each token to all tokens that were merged into it: undoes one merge, given its matching, or several, given a
+    source map in which no patch was dropped."""
+    if isinstance(matching, Matching):
+        return take(x, matching.source)
+    if not matching.is_meta and not torch.compiler.is_compiling() and bool((matching < 0).any()):
+        raise DtemError(
+            f"{int((matching < 0).sum())} of {matching.numel()} patches were dropped (−1 in the source map): no token "
+            "holds them, so they cannot be restored. Use a method that merges instead"
+        )
+    return take(x, matching)
+
+
 class SoftMerge(NamedTuple):
-    """Outcome of a soft merge: nothing is gone, but `excluded` tokens, moved to the end, merge no more."""
+    """Result of a soft merge: no token is removed, but the last `excluded` ones take no part in later merges."""
 
     x: Float[Tensor, "b n c"]
     size: Float[Tensor, "b n"]
     excluded: int
     order: Int[Tensor, "b k"]
-    """Where the patches that took part came from, counted in the sequence [A, B]: kept ones, then the r excluded."""
+    """Positions in the sequence [A, B] of the patches in output order: kept ones, then the r newly excluded."""
 
 
 def flow(
@@ -96,7 +110,7 @@ def flow(
     size_b: Float[Tensor, "b j"],
     edges: Float[Tensor, "b i j"],
 ) -> tuple[Float[Tensor, "b j c"], Float[Tensor, "b i"], Float[Tensor, "b j"]]:
-    """Let A flow into B along soft edges E (eq. 6-7 of the paper):
+    """Merge A tokens into B tokens along soft edges E (eq. 6-7 of the paper):
 
         x̂_j = (m_j x_j + Σ_i E_ij m_i x_i) / m̂_j      m̂_j = m_j + Σ_i E_ij m_i          for j in B
         x̂_i = x_i                                       m̂_i = m_i (1 − Σ_j E_ij)           for i in A
@@ -125,9 +139,10 @@ def soft_merge(
 ) -> SoftMerge:
     """Merge along soft edges (`flow`).
 
-    Every token stays, but r more of them are excluded from later merging: with ``exclude="mass"`` the A tokens that
-    gave away most (those that hard merging removes), with ``"size"`` the smallest tokens (the paper's rule).
-    Order: prefix, kept A, kept B, newly excluded, excluded before; so what still merges stands as at inference.
+    No token is removed, but r more are excluded from later merging: with ``exclude="mass"`` the A tokens of largest
+    merged mass Σ_j E_ij (those that hard merging removes), with ``"size"`` the smallest tokens (the paper's rule).
+    Output order: prefix, kept A, kept B, newly excluded, excluded before. Tokens that still merge are ordered as at
+    inference.
     """
     stop = x.shape[1] - excluded
     check_r(r, stop - prefix)
@@ -146,29 +161,29 @@ def soft_merge(
     )
 
 
-def give_all(edges: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
-    """Edges by which the r rows that give away most give away all: E_ij ← E_ij / Σ_j E_ij there.
+def normalise_largest(edges: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
+    """Normalise the r rows of largest mass to 1: E_ij ← E_ij / Σ_j E_ij there.
 
-    What those tokens keep is nothing, so they need not be computed on (sparse training). The other rows keep their
-    share, through which the loss still says who should be among the r; to whom these give is what their own rows learn.
+    Those tokens keep a size of 0, so that sparse training can leave them out of the computation. The other rows stay
+    as they are: through them the loss still has a gradient in which rows are the r largest.
     """
-    given = edges.sum(dim=2)
-    order = torch.sort(given.detach(), dim=1, descending=True, stable=True).indices
-    chosen = torch.zeros_like(given).scatter(1, order[:, :r], 1.0).bool()
-    whole = given.clamp(min=torch.finfo(given.dtype).tiny)
-    return edges / torch.where(chosen, whole, 1.0).unsqueeze(2)
+    mass = edges.sum(dim=2)
+    order = torch.sort(mass.detach(), dim=1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(mass).scatter(1, order[:, :r], 1.0).bool()
+    divisor = mass.clamp(min=torch.finfo(mass.dtype).tiny)
+    return edges / torch.where(chosen, divisor, 1.0).unsqueeze(2)
 
 
 def _exclusion_order(
-    given: Float[Tensor, "b i"], size: Float[Tensor, "b k"], r: int, exclude: str
+    mass: Float[Tensor, "b i"], size: Float[Tensor, "b k"], r: int, exclude: str
 ) -> Int[Tensor, "b k"]:
-    """Positions in [A, B]: those that stay, in order, then the r to be excluded."""
+    """Positions in [A, B]: those that stay, in order, then the r that are excluded."""
     if exclude == "mass":
-        reluctance = torch.full_like(size, torch.inf)  # B tokens are never chosen: r <= |A|
-        reluctance[:, : given.shape[1]] = -given
+        key = torch.full_like(size, torch.inf)  # B tokens are never chosen: r <= |A|
+        key[:, : mass.shape[1]] = -mass
     elif exclude == "size":
-        reluctance = size.detach()
+        key = size.detach()
     else:
         raise DtemError(f"exclude = {exclude!r} is not known; choose 'mass' or 'size'")
-    ranked = torch.sort(reluctance, dim=1, stable=True).indices
+    ranked = torch.sort(key, dim=1, stable=True).indices
     return torch.cat([ranked[:, r:].sort(dim=1).values, ranked[:, :r]], dim=1)

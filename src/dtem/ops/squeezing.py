@@ -1,7 +1,7 @@
-"""Squeezing: what is pruned joins the kept token that it is most like (TPS, https://arxiv.org/abs/2304.10716).
+"""Squeezing: a pruned token is mixed into its most similar kept token (TPS, https://arxiv.org/abs/2304.10716).
 
-With cos_i the cosine of a pruned token i and its host, the most similar kept token (ties: the lower index), the host
-becomes a softmax-weighted mean, over itself (at cosine 1) and its guests:
+With cos_i the cosine of a pruned token i (the guest) and its most similar kept token (its host; ties: the lower index),
+the host becomes a softmax-weighted mean of itself (at cosine 1) and its guests:
 
     x̂_host = (e x_host + Σ_i e^{cos_i} x_i) / (e + Σ_i e^{cos_i})
 """
@@ -19,9 +19,9 @@ from dtem.ops.merging import flat
 def find_hosts(
     guests: Float[Tensor, "b r c"], hosts: Float[Tensor, "b k c"], allowed: Bool[Tensor, "b r k"] | None = None
 ) -> tuple[Float[Tensor, "b r"], Int[Tensor, "b r"]]:
-    """The cosine of each guest with the host that it is most like, with gradient, and which one that is.
+    """The cosine of each guest with its most similar host, with gradient, and the index of that host.
 
-    Where `allowed` leaves a guest no host, its cosine is −inf. In float32 (float64 stays).
+    If `allowed` excludes all hosts of a guest, its cosine is −inf. In float32 (float64 stays).
     """
     with full_precision(guests.device):
         guests, hosts = (_unit(x) for x in (guests, hosts))
@@ -43,9 +43,9 @@ def squeeze(
     host: Int[Tensor, "b r"],
     present: Float[Tensor, "b r"] | None = None,
 ) -> Float[Tensor, "b k c"]:
-    """Every host mixed with its guests, written as a correction: x_host + Σ_i w_i (x_i − x_host) / Σ w.
+    """Mix every host with its guests, computed as a correction: x_host + Σ_i w_i (x_i − x_host) / Σ w.
 
-    In training, where nobody leaves, `present` (0 or 1, with gradient) says which of the guests really are guests.
+    In training, where no token is removed, `present` (0 or 1, with gradient) selects the guests.
     """
     batch, kept, width = hosts.shape
     index = flat(host, kept)

@@ -1,1 +1,1 @@
-"""Training: what learns (`plans`), how a run goes (`loop`), where it stands (`checkpoint`), its settings (`config`)."""
+"""Training: `dtem.train` (`train`), its loop (`loop`), settings (`config`), tasks (`task`) and checkpoints."""

@@ -1,142 +1,90 @@
-"""What training asks of a task (`training.tasks`), answered for image classification: batches, a loss, a score."""
+"""Training of image classifiers, and of encoders without a classifier by their features."""
 
-import json
-from collections.abc import Mapping
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dtem.data.loader import Batch, Loader
+from dtem.data.sources import Source, open_source
+from dtem.data.transforms import Transform, create_mixup, eval_transform, mix, train_transform
+from dtem.errors import DtemError
 from dtem.handle import Handle
-from dtem.tasks.classification import evaluate, outcomes
-from dtem.tasks.classification.data import Batch, Loader, eval_transform, mix, mixup_of, train_transform
-from dtem.tasks.classification.loss import distill_loss, feature_loss, readings, task_loss
-from dtem.tasks.classification.sources import open_source
-from dtem.training.config import TrainConfig
-from dtem.training.tasks import READINGS, Forward, share_of
-from dtem.types import DtemError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from dtem.tasks.classification import evaluator
+from dtem.tasks.classification.loss import distill_loss, feature_loss, fisher_probes, task_loss
+from dtem.tasks.classification.outcomes import Outcomes
+from dtem.tasks.outcome_files import pool
+from dtem.tasks.running import at_rates
+from dtem.training.task import NUM_PROBES, TaskBase
 
 
-class Classification:
-    """Images with labels, or without any where the model teaches itself."""
+class Classification(TaskBase):
+    """Images with labels; without any for distillation."""
 
-    def __init__(
-        self, config: TrainConfig, model: nn.Module, data_config: dict[str, Any], accelerator: "Accelerator"
-    ) -> None:
-        self.config = config
-        self.accelerator = accelerator
-        self.classes = int(getattr(model, "num_classes", 0)) or None
-        self.mixup = mixup_of(config.augment, self.classes or 1, config.smoothing)
-        if self.classes is None and (config.loss != "distill" or config.eval_data):
-            raise DtemError(
-                f"the model has no classifier, so loss = {config.loss!r} and eval_data = {config.eval_data!r} mean "
-                "nothing to it: train with --loss distill and no --eval-data, and judge it by `dtem eval --knn`"
-            )
-        self.loader = self._training_loader(data_config)
-        self.eval_loader = self._evaluation_loader(data_config) if config.eval_data else None
+    example = "a folder of images"
+    eval_batch_size = 64
 
-    def _training_loader(self, data_config: dict[str, Any]) -> Loader:
-        config, world = self.config, self.accelerator.num_processes
-        if not config.data:
-            raise DtemError("there are no training images: give a folder with --data")
-        source = open_source(config.data)
-        if config.loss != "distill" and not source.labelled:
-            raise DtemError(
-                f"{config.data} has no labels, and loss = {config.loss!r} needs them: sort the images into one folder "
-                "per class, or train with --loss distill, which needs none"
-            )
-        return Loader(
-            source,
-            train_transform(data_config, config.augment),
-            share_of(config, world),
-            seed=config.seed,
-            shuffle=True,
-            rank=self.accelerator.process_index,
-            world=world,
-            workers=config.workers,
-            drop_last=True,
-            bad=config.bad,
-            classes=self.classes if source.labelled else None,
-        )
-
-    def _evaluation_loader(self, data_config: dict[str, Any]) -> Loader:
-        source = open_source(self.config.eval_data)
-        if not source.labelled:
-            raise DtemError(f"eval_data = {self.config.eval_data} has no labels, so accuracy cannot be measured on it")
-        return Loader(
-            source,
-            eval_transform(data_config),
-            64,
-            rank=self.accelerator.process_index,
-            world=self.accelerator.num_processes,
-            workers=self.config.workers,
-            bad=self.config.bad,
-            classes=self.classes,
-        )
-
-    def loss(self, batch: Batch, seed: int, student: Forward, teacher: Forward) -> Tensor:
-        """The loss of one batch, or what it is made of where merges are priced. `teacher` is called only if the loss
-        needs it, and before `student`."""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         config = self.config
-        if config.options.get("priced"):
-            return self.readings(batch, seed, student)
-        images, target = self._mixed(batch, seed)
-        taught = None if config.loss == "task" else teacher(images).float()
-        logits = student(images).float()
-        parts = []
-        if config.loss != "distill":
-            parts.append(task_loss(logits, target, config.smoothing))
-        if taught is not None:
-            parts.append(self._distance(logits, taught))
-        return sum(parts[1:], parts[0])
+        self.mixup = create_mixup(config.augmentation, self.num_classes or 1, config.smoothing)
+        if self.num_classes is None and (config.loss != "distill" or config.eval_data):
+            raise DtemError(
+                f"the model has no classifier, so loss = {config.loss!r} and eval_data = {config.eval_data!r} have no "
+                "meaning for it: train with loss = 'distill' and without eval_data, and evaluate by `dtem eval --knn`"
+            )
 
-    def readings(self, batch: Batch, seed: int, student: Forward) -> Tensor:
-        """Random numbers read off the output of one batch."""
-        images, _ = self._mixed(batch, seed)
-        return readings(student(images).float(), READINGS, self.classes is not None)
+    def open_source(self, spec: str) -> Source:
+        return open_source(spec)
 
-    def _mixed(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
-        """Images and labels, mixed where the recipe says so."""
+    def transform(self, source: Source, training: bool) -> Transform:
+        if not source.labelled and not training:
+            raise DtemError(f"eval_data = {source.spec} has no labels, so accuracy cannot be measured on it")
+        if not source.labelled and self.config.loss != "distill":
+            raise DtemError(
+                f"{source.spec} has no labels, and loss = {self.config.loss!r} needs them: sort the images into one "
+                "folder per class, or train with loss = 'distill', which needs none"
+            )
+        return (
+            train_transform(self.data_config, self.config.augmentation)
+            if training
+            else eval_transform(self.data_config)
+        )
+
+    def loader_options(self, source: Source, training: bool) -> dict[str, Any]:
+        return {"num_classes": self.num_classes if source.labelled else None}
+
+    def prepare(self, batch: Batch, seed: int) -> tuple[tuple[Any, ...], Any]:
         device = self.accelerator.device
         images, target = batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
-        if self.classes is None:
-            target = torch.full_like(target, -1)  # whatever the folders say, there is no class to mix
-        return (images, target) if self.mixup is None else mix(self.mixup, images, target, seed)
+        if self.num_classes is None:
+            target = torch.full_like(target, -1)  # class folders mean nothing to a model without classes
+        if self.mixup is not None:
+            images, target = mix(self.mixup, images, target, seed)
+        return (images,), target
 
-    def _distance(self, said: Tensor, taught: Tensor) -> Tensor:
-        """From what the unmerged model says: between probabilities, or without a classifier between features."""
-        if self.classes is None:
-            return feature_loss(said, taught)
-        return distill_loss(said, taught, self.config.distill_temperature)
+    def task_loss(self, logits: Tensor, target: Any) -> Tensor:
+        return task_loss(logits, target, self.config.smoothing)
 
-    def evaluate(self, handle: Handle) -> dict[str, outcomes.Outcomes]:
-        """Outcomes by r, over all processes; nothing without evaluation data."""
-        if self.eval_loader is None:
-            return {}
-        found = evaluate.sweep(handle, self.eval_loader, self.config.eval_rates, self.accelerator.device)
-        if self.accelerator.num_processes == 1:
-            return found
-        from accelerate.utils import gather_object
+    def distill_loss(self, logits: Tensor, teacher_logits: Tensor, target: Any) -> Tensor:
+        if self.num_classes is None:
+            return feature_loss(logits, teacher_logits)
+        return distill_loss(logits, teacher_logits, self.config.distill_temperature)
 
-        return {rate: outcomes.pool(gather_object([part])) for rate, part in found.items()}
+    def probes(self, logits: Tensor, target: Any) -> Tensor:
+        return fisher_probes(logits, NUM_PROBES, self.num_classes is not None)
 
-    def score(self, found: Mapping[str, outcomes.Outcomes]) -> float:
-        """The mean cross-entropy: it moves before the accuracy does."""
-        return sum(part.mean_loss for part in found.values()) / len(found)
+    def run_evaluation(self, handle: Handle, loader: Loader) -> dict[str, Any]:
+        variants = at_rates(handle, self.config.eval_rates)
+        return dict(evaluator.run_variants(variants, loader, self.accelerator.device))
 
-    def metrics(self, part: outcomes.Outcomes) -> dict[str, float]:
-        return {"top1": part.top1, "top5": part.top5, "cross_entropy": part.mean_loss}
+    def pool(self, parts: Sequence[Outcomes]) -> Outcomes:
+        return pool(parts)
 
-    def brief(self, part: outcomes.Outcomes) -> str:
-        return f"{part.top1:.2f} % ({part.mean_loss:.4f})"
+    def score(self, outcomes: Mapping[str, Outcomes]) -> float:
+        """Mean cross-entropy: it is less noisy than accuracy."""
+        return sum(part.mean_loss for part in outcomes.values()) / len(outcomes)
 
-    def describe(self) -> dict[str, str]:
-        """What the adapter should say about its data: the names of the files, where there are not too many."""
-        names = self.loader.source.names
-        if names is None or len(names) > self.config.list_files:
-            return {}
-        return {"trained_on": json.dumps(sorted({PurePath(name).name for name in names}))}
+    def metrics(self, outcomes: Outcomes) -> dict[str, float]:
+        return {"top1": outcomes.top1, "top5": outcomes.top5, "cross_entropy": outcomes.mean_loss}

@@ -1,96 +1,88 @@
-"""Where a run speaks: a progress bar, log.jsonl, and on request TensorBoard or Weights & Biases."""
+"""Logs of a run: a progress bar, log.jsonl, and by accelerate's trackers TensorBoard or Weights & Biases."""
 
 import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from dtem.errors import DtemError, require
 from dtem.schedule import PerLayer
-from dtem.types import DtemError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 LOG = "log.jsonl"
 
 
 class Log:
-    """The channels of one run. Only the first process speaks; on the others every call does nothing."""
+    """All logs of one run. Only the main process writes; on the others every call does nothing.
 
-    def __init__(self, folder: Path, channels: tuple[str, ...], total: int, start: int, speaks: bool) -> None:
-        self._file = None
+    Args:
+        folder: of the run.
+        accelerator: with its trackers, if any (`log_with` of the config).
+        total: updates of the whole run; None: not known.
+        start: updates that are done.
+    """
+
+    def __init__(self, folder: Path, accelerator: "Accelerator", total: int | None = None, start: int = 0) -> None:
+        self._accelerator = accelerator
+        self._file: Any = None
         self._bar: Any = None
-        self._board: Any = None
-        self._wandb: Any = None
-        if not speaks:
+        if not accelerator.is_main_process:
             return
         from tqdm import tqdm
 
         self._file = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._bar = tqdm(total=total, initial=start, unit="update", file=sys.stderr, dynamic_ncols=True)
-        if "tensorboard" in channels:
-            self._board = _tensorboard(folder)
-        if "wandb" in channels:
-            self._wandb = _wandb(folder)
+        interval = 0.1 if sys.stderr.isatty() else 10.0
+        self._bar = tqdm(
+            total=total, initial=start, unit="update", file=sys.stderr, dynamic_ncols=True, mininterval=interval
+        )
+        options = {"wandb": {"name": folder.name, "dir": str(folder), "resume": "allow"}}
+        accelerator.init_trackers("dtem", init_kwargs=options)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for channel in (self._bar, self._board, self._file):
-            if channel is not None:
-                with contextlib.suppress(OSError):  # of a full disk, which `_write` has told of
-                    channel.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is None:
+            return
+        for part in (self._bar, self._file):
+            with contextlib.suppress(OSError):  # of a full disk, which `_write` has reported
+                part.close()
+        for tracker in self._accelerator.trackers:  # not end_training(): that ends the process group as well
+            tracker.finish()
 
     def step(self, update: int, values: dict[str, float], rates: Sequence[int] = ()) -> None:
-        """One update is done; `rates` are those that it has learned, if any."""
+        """Log one update; `rates`: learned r of every block, if any."""
         if self._bar is not None:
-            self._bar.update(1)
             shown = {name: f"{value:.4g}" for name, value in values.items() if "/" not in name}
-            self._bar.set_postfix(shown | ({"r": compact(rates)} if rates else {}))
+            self._bar.set_postfix(shown | ({"r": per_block(rates)} if rates else {}), refresh=False)
+            self._bar.update(1)
             self._write(update, values | {f"r/{layer}": float(r) for layer, r in enumerate(rates)})
 
     def note(self, update: int, values: dict[str, float], text: str) -> None:
-        """Something worth a line of its own: an evaluation, a checkpoint."""
+        """Log something with a line of its own, such as an evaluation."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
             self._write(update, values)
 
     def _write(self, update: int, values: dict[str, float]) -> None:
-        assert self._file is not None
         try:
             self._file.write(json.dumps({"update": update, **values}) + "\n")
             self._file.flush()
         except OSError as error:
             raise DtemError(f"{self._file.name} cannot be written: {error.strerror}") from error
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, update)
-        if self._wandb is not None:
-            self._wandb.log(values, step=update)
+        self._accelerator.log(values, step=update)
 
 
-def compact(rates: Sequence[int]) -> str:
-    """One r per block, as ``--r`` takes them."""
+def per_block(rates: Sequence[int]) -> str:
+    """One r per block, as the setting ``r`` takes it."""
     return str(PerLayer(tuple(rates)))
 
 
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise DtemError("log = 'tensorboard' needs the package tensorboard: pip install tensorboard") from error
-    writer: Any = SummaryWriter
-    return writer(folder / "tensorboard")
-
-
-def _wandb(folder: Path) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise DtemError("log = 'wandb' needs the package wandb: pip install wandb") from error
-    return wandb.init(project="dtem", name=folder.name, dir=str(folder), resume="allow")
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers whose package is missing; accelerate would leave them out silently."""
+    for name in names:
+        require(name, extra=name)

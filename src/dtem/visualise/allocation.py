@@ -1,4 +1,4 @@
-"""Where the tokens that are left went: to the foreground of an image, or to its background.
+"""How the remaining tokens are distributed over foreground and background of an image.
 
 A token that stands for several patches counts for each of them in equal parts. So the tokens on the foreground are
 Σ 1/|group of p| over the foreground patches p; foreground and background together make all tokens that hold patches.
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 class Allocation(NamedTuple):
-    """Tokens and patches on both sides."""
+    """Tokens and patches on foreground and background."""
 
     foreground_tokens: float
     background_tokens: float
@@ -25,13 +25,13 @@ class Allocation(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Part of the tokens that is on the foreground."""
+        """Share of the tokens on the foreground."""
         tokens = self.foreground_tokens + self.background_tokens
         return self.foreground_tokens / tokens if tokens else 0.0
 
     @property
     def even(self) -> float:
-        """Part of the patches that is foreground: what `share` would be if merging did not care."""
+        """Share of the patches that are foreground: what `share` would be if merging ignored it."""
         return self.foreground_patches / (self.foreground_patches + self.background_patches)
 
     def as_dict(self) -> dict[str, float]:
@@ -40,7 +40,7 @@ class Allocation(NamedTuple):
 
 
 def allocate(source: Any, foreground: Any) -> Allocation:
-    """Tokens of one image on either side.
+    """Tokens of one image on foreground and background.
 
     Args:
         source: (p,) index of the token that holds each patch; −1: the patch was dropped.

@@ -1,4 +1,4 @@
-"""What the class token of the unmerged model looks at."""
+"""Class attention: what the class token of the unmerged model attends to."""
 
 import torch
 from jaxtyping import Float
@@ -6,25 +6,25 @@ from torch import Tensor
 
 from dtem import ops
 from dtem import schedule as schedules
-from dtem.adapters import Merger, tracing
-from dtem.adapters.sharing import share
 from dtem.handle import Handle
+from dtem.integrations import Merger
+from dtem.integrations.weight_sharing import share
 from dtem.methods.base import Config, Method
 from dtem.types import HostSpec, Taps, Tokens
 
 
-class _Watch(Method):
-    """Merges nothing and keeps, block by block, the class token's attention to the patches. For one forward."""
+class _RecordAttention(Method):
+    """Merges nothing and records the class token's attention to the patches, block by block. For one forward."""
 
-    name = "watch"
+    name = "record_attention"
 
     def __init__(self, host: HostSpec) -> None:
         super().__init__(host, Config())
-        self.seen: list[Float[Tensor, "b p"]] = []
+        self.recorded: list[Float[Tensor, "b p"]] = []
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         attention = ops.class_attention(taps.q, taps.k, None, taps.scale)
-        self.seen.append(attention.mean(dim=1)[:, self.host.prefix :])
+        self.recorded.append(attention.mean(dim=1)[:, self.host.prefix :])
         return tokens
 
 
@@ -37,9 +37,9 @@ def class_attention(handle: Handle, images: Float[Tensor, "b c h w"]) -> Float[T
     """
     if handle.host.dense or "class_token" not in handle.host.provides:
         return None
-    model, watch = share(handle.model), _Watch(handle.host)
-    model.dtem = Merger(watch, schedules.Constant(0), handle.merger.family)
-    with tracing():  # so that the blocks are walked through although nothing is merged
+    model, recorder = share(handle.model), _RecordAttention(handle.host)
+    model.dtem = Merger(recorder, schedules.Constant(0), handle.merger.family)
+    with model.dtem.tracing():  # otherwise blocks that merge nothing are not run one by one
         model.eval()(images)
-    mean = torch.stack(watch.seen).mean(dim=0)
+    mean = torch.stack(recorder.recorded).mean(dim=0)
     return mean / mean.sum(dim=1, keepdim=True)

@@ -1,12 +1,12 @@
-"""Accuracy against cost, one line per method: the picture on which a merging method is judged."""
+"""Trade-off curves: accuracy against cost, one line per method."""
 
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtem.errors import DtemError, require
 from dtem.files import write_file
-from dtem.types import DtemError
 
 FORMATS = ("png", "svg", "pdf")
 _MARKERS = "osD^vPX*"
@@ -44,9 +44,7 @@ def draw(
     figure = _figure(lines, base, title, (cost, value), now or {})
     content = io.BytesIO()
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "dtem"}):
+    with require("matplotlib", "plot").rc_context({"svg.hashsalt": "dtem"}):
         figure.savefig(content, format=form, metadata=dates.get(form), dpi=150)
     return content.getvalue()
 
@@ -56,20 +54,14 @@ def save(lines: Mapping[str, Sequence[Point]], path: str | Path, **options: Any)
     write_file(path, draw(lines, form=form_of(path), **options))
 
 
-def form_of(path: str | Path) -> str:
-    """The format that a file's ending names."""
+def form_of(path: str | Path, formats: Sequence[str] = FORMATS, kind: str = "plot") -> str:
+    """The format that the ending of a file names."""
     form = Path(path).suffix.removeprefix(".").lower()
-    if form not in FORMATS:
-        raise DtemError(f"{path} does not name a kind of plot; end it in {', '.join('.' + name for name in FORMATS)}")
+    if form not in formats:
+        raise DtemError(
+            f"{path} does not name a kind of {kind}; end it in {' or '.join('.' + name for name in formats)}"
+        )
     return form
-
-
-def check() -> None:
-    """Refuse early where the plotting library is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise DtemError("plots need matplotlib, which is not installed: pip install 'dtem[plot]'") from error
 
 
 def _figure(
@@ -79,7 +71,7 @@ def _figure(
     axis: tuple[str, str],
     now: Mapping[str, Point],
 ) -> Any:
-    check()
+    require("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,7 @@
-"""Pictures of what was merged: the patches that share a token share their mean colour, with a line around them.
-Patches that were dropped are dimmed and hatched.
+"""Pictures of merged patches: those that share a token have their mean colour, with a line around them. Dropped patches
+are dimmed and hatched.
 
-The map of a picture comes from `handle.trace()`: ``trace.sources[block][image]`` says which token holds each patch,
-−1 if it was dropped.
+``trace.sources[block][image]`` of `handle.trace()` has the token that holds each patch, −1 if it was dropped.
 """
 
 import base64
@@ -15,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 _PATCH = 12
-"""Pixels that a patch has at least in a picture: room for the lines."""
+"""Least pixels of a patch in a picture: room for the lines."""
 LINE = (230, 60, 40)
 SHARES = (0.75, 0.5, 0.25, 0.1)
+"""Shares of patches left at which `telling_blocks` takes a block."""
 DIM, HATCH, STRIDE = 0.3, (150, 150, 150), 6
-"""A dropped patch keeps so much of its brightness, under diagonal lines of that colour, so many pixels apart."""
+"""Dropped patches: factor of their brightness, and colour and distance (pixels) of diagonal lines."""
 
 
 class _Groups(NamedTuple):
@@ -80,29 +80,6 @@ def default_scale(size: tuple[int, int], grid: tuple[int, int]) -> int:
     return _scale((size[0] // grid[0], size[1] // grid[1]))
 
 
-def groups_svg(image: Any, source: Any, grid: tuple[int, int], *, line: tuple[int, int, int] = LINE) -> str:
-    """The same picture as an SVG document, sharp at every size."""
-    groups = _groups(image, source, grid)
-    (rows, columns), (high, wide) = groups.label.shape, groups.patch
-    parts = []
-    for group, colour in enumerate(groups.colour):
-        cells = np.argwhere(groups.label == group)
-        path = "".join(f"M{x} {y}h1v1h-1z" for y, x in cells.tolist())
-        parts.append(f'<path fill="{_hex(colour)}" d="{path}"/>')
-    if groups.dropped:
-        hatch = "".join(f"M{x} {y + 1}l1 -1" for y, x in np.argwhere(groups.label < groups.dropped).tolist())
-        parts.append(f'<path fill="none" stroke="{_hex(HATCH)}" stroke-width="0.1" d="{hatch}"/>')
-    outline = groups.outline()
-    across = np.argwhere(outline[1:] != outline[:-1]).tolist()
-    down = np.argwhere(outline[:, 1:] != outline[:, :-1]).tolist()
-    border = "".join(f"M{x} {y + 1}h1" for y, x in across) + "".join(f"M{x + 1} {y}v1" for y, x in down)
-    return (
-        f'<svg xmlns="{SVG}" viewBox="0 0 {columns} {rows}" width="{columns * max(wide, _PATCH)}" '
-        f'height="{rows * max(high, _PATCH)}" shape-rendering="crispEdges">{"".join(parts)}'
-        f'<path fill="none" stroke="{_hex(line)}" stroke-width="0.15" d="{border}"/></svg>'
-    )
-
-
 def figure(
     pictures: Sequence[Sequence[Image.Image]], rows: Sequence[str], columns: Sequence[str], *, cell: int = 168
 ) -> str:
@@ -115,8 +92,8 @@ def figure(
         cell: width of a picture in the figure.
     """
     if len(pictures) != len(rows) or any(len(row) != len(columns) for row in pictures):
-        found = [len(row) for row in pictures]
-        raise DtemError(f"{len(rows)} × {len(columns)} captions do not fit pictures in rows of {found}")
+        lengths = [len(row) for row in pictures]
+        raise DtemError(f"{len(rows)} × {len(columns)} captions do not fit pictures in rows of {lengths}")
     gap, left, top = 10, 8 * max(map(len, rows), default=0) + 10, 22
     high = max((cell * picture.height // picture.width for row in pictures for picture in row), default=cell)
     width, height = left + len(columns) * (cell + gap), top + len(rows) * (high + gap)
@@ -130,12 +107,9 @@ def figure(
                 f'href="{data_uri(picture)}"><title>{escape(caption)}, {escape(columns[x])}</title></image>'
             )
     return (
-        f'<svg xmlns="{SVG}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="13" fill="currentColor" role="img">{"".join(parts)}</svg>'
     )
-
-
-SVG = "http://www.w3.org/2000/svg"
 
 
 def png(picture: Image.Image) -> bytes:
@@ -161,6 +135,18 @@ def telling_blocks(left: Sequence[int], patches: int) -> list[int]:
     return list(dict.fromkeys(block for block in reached if block is not None)) or [len(left) - 1]
 
 
+def choose_blocks(which: str | Sequence[int], depth: int, some: Sequence[int]) -> list[int]:
+    """Blocks from 0: `some`, all, the last, or a list (−1 is the last)."""
+    if isinstance(which, str):
+        named = {"some": list(some), "all": list(range(depth)), "last": [depth - 1]}
+        if which not in named:
+            raise DtemError(f"blocks = {which!r} is not known; choose 'some', 'all', 'last', or a list of numbers")
+        return named[which]
+    if not which or not all(-depth <= block < depth for block in which):
+        raise DtemError(f"blocks = {list(which)}: the model has blocks 0 to {depth - 1}")
+    return [block % depth for block in which]
+
+
 def _groups(image: Any, source: Any, grid: tuple[int, int]) -> _Groups:
     pixels = _rgb(image)
     source = np.asarray(source)
@@ -171,13 +157,13 @@ def _groups(image: Any, source: Any, grid: tuple[int, int]) -> _Groups:
     if height % rows or width % columns:
         raise DtemError(f"an image of {height} × {width} pixels cannot be cut into {rows} × {columns} equal patches")
     high, wide = height // rows, width // columns
-    gone = source < 0
-    _, label = np.unique(np.where(gone, -1 - np.arange(len(source)), source), return_inverse=True)
+    is_dropped = source < 0
+    _, label = np.unique(np.where(is_dropped, -1 - np.arange(len(source)), source), return_inverse=True)
     cells = pixels.reshape(rows, high, columns, wide, 3).sum(axis=(1, 3), dtype=np.int64).reshape(-1, 3)
     total = np.zeros((label.max() + 1, 3), dtype=np.int64)
     np.add.at(total, label, cells)
     mean = total / (np.bincount(label) * high * wide)[:, None]
-    dropped = int(gone.sum())
+    dropped = int(is_dropped.sum())
     mean[:dropped] *= DIM
     return _Groups(label.reshape(grid), np.rint(mean).astype(np.uint8), dropped, (high, wide))
 
@@ -208,7 +194,3 @@ def _borders(label: NDArray[np.intp]) -> NDArray[np.bool_]:
 
 def _scale(patch: tuple[int, int]) -> int:
     return max(1, -(-_PATCH // min(patch)))
-
-
-def _hex(colour: Any) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*map(int, colour))

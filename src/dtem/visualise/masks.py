@@ -1,4 +1,4 @@
-"""Masks over images: what is of which class, in its colour."""
+"""Segmentation masks drawn over images."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,16 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from PIL import Image
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
-SHARE = 0.6
-"""Of the mask's colour where it covers the image."""
+OPACITY = 0.6
 
 
 def overlay(
     pixels: UInt8[np.ndarray, "h w 3"],
     classes: Int[np.ndarray, "h w"],
     colours: Sequence[tuple[int, int, int]],
-    share: float = SHARE,
+    opacity: float = OPACITY,
 ) -> Image.Image:
     """The image with every pixel tinted in the colour of its class; pixels of no class (below 0) stay as they are."""
     if pixels.shape[:2] != classes.shape:
@@ -24,5 +23,5 @@ def overlay(
     if classes.max(initial=-1) >= len(colours):
         raise DtemError(f"the mask has class {classes.max()}, and there are {len(colours)} colours")
     tint = np.asarray(colours, np.float32)[classes.clip(min=0)]
-    mixed = (1 - share) * pixels + share * tint
+    mixed = (1 - opacity) * pixels + opacity * tint
     return Image.fromarray(np.where(classes[..., None] < 0, pixels, mixed.round()).astype(np.uint8))

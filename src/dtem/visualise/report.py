@@ -1,4 +1,4 @@
-"""One HTML page that holds everything itself: text, tables, plots and pictures. Opening it fetches nothing."""
+"""A self-contained HTML page: text, tables, plots and pictures. Opening it fetches nothing."""
 
 import re
 from collections.abc import Mapping, Sequence

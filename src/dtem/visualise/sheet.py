@@ -1,10 +1,10 @@
-"""Pictures in rows and columns with their captions, as one picture: what `groups.figure` is for SVG, for PNG."""
+"""Pictures in rows and columns with captions, as one image (`groups.figure` does it as SVG)."""
 
 from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 GAP, LINE, SIZE = 12, 20, 15
 """Pixels between pictures, of a line of text, and of its letters."""

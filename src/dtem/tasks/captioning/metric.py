@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from dtem.tasks.classification.outcomes import Difference
-from dtem.types import DtemError
+from dtem.errors import DtemError, require
 
 NAMES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 NO_JAVA = "needs Java"
@@ -35,30 +32,29 @@ Score = float | str
 
 @dataclass(frozen=True)
 class Scores:
-    """What captions are worth."""
+    """Metrics of generated captions."""
 
     corpus: dict[str, Score]
-    """By metric, times 100, or what is missing to have it."""
+    """By metric, times 100, or a text that says what is missing to compute it."""
     each: dict[str, list[float]]
-    """By metric, the score of every image, times 100, in the order of `images`; not for BLEU, which is of a corpus."""
+    """By metric, the score of every image, times 100, in the order of `images`; none for BLEU, a corpus metric."""
     images: list[str]
 
 
 def check() -> dict[str, str]:
-    """What is missing, by metric: told before hours of work, not after."""
-    if importlib.util.find_spec("pycocoevalcap") is None:
-        raise DtemError('caption metrics need the package pycocoevalcap: pip install "dtem[captioning]"')
+    """What is missing, by metric, so that it is known before hours of work."""
+    require("pycocoevalcap", "captioning")
     java = shutil.which("java")
-    if java is None or not _answers(java):
+    if java is None or not _runs(java):
         return dict.fromkeys(NAMES, NO_JAVA)
     package = importlib.util.find_spec("pycocoevalcap")
     folders = (package.submodule_search_locations if package else None) or ()
-    found = any(Path(folder, "spice", "lib", CORENLP).is_file() for folder in folders)
-    return {} if found else {"SPICE": NO_CORENLP}
+    has_corenlp = any(Path(folder, "spice", "lib", CORENLP).is_file() for folder in folders)
+    return {} if has_corenlp else {"SPICE": NO_CORENLP}
 
 
 @functools.cache
-def _answers(java: str) -> bool:
+def _runs(java: str) -> bool:
     """Whether it runs: some systems have a `java` that only says how to get one."""
     try:
         return subprocess.run([java, "-version"], capture_output=True, timeout=60, check=False).returncode == 0
@@ -67,7 +63,7 @@ def _answers(java: str) -> bool:
 
 
 def score(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> Scores:
-    """Score one caption per image against what people have said of it.
+    """Score one caption per image against its reference captions.
 
     Args:
         candidates: caption by image.
@@ -83,10 +79,10 @@ def score(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]
     if missing.get("METEOR"):
         return Scores(corpus, each, images)
     with contextlib.redirect_stdout(io.StringIO()):  # the package prints as it goes
-        given = _tokenized({name: [candidates[name]] for name in images})
-        wanted = _tokenized({name: list(references[name]) for name in images})
+        hypotheses = _tokenized({name: [candidates[name]] for name in images})
+        truths = _tokenized({name: list(references[name]) for name in images})
         for names, scorer in _scorers(missing):
-            total, parts = scorer.compute_score(wanted, given)
+            total, parts = scorer.compute_score(truths, hypotheses)
             _close(scorer)
             totals, lists = (total, None) if isinstance(total, list) else ([total], parts)
             corpus |= {name: 100 * float(value) for name, value in zip(names, totals, strict=True)}
@@ -99,14 +95,14 @@ def _tokenized(captions: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
     try:
-        found: dict[str, list[str]] = PTBTokenizer().tokenize(
+        tokenized: dict[str, list[str]] = PTBTokenizer().tokenize(
             {name: [{"caption": text} for text in texts] for name, texts in captions.items()}
         )
     except OSError as error:
         raise DtemError(f"the PTB tokenizer of pycocoevalcap cannot run: {error}") from error
-    if any(len(found.get(name, ())) != len(texts) for name, texts in captions.items()):
+    if any(len(tokenized.get(name, ())) != len(texts) for name, texts in captions.items()):
         raise DtemError("the PTB tokenizer of pycocoevalcap gave back fewer captions than it got: does `java` run?")
-    return found
+    return tokenized
 
 
 def _scorers(missing: Mapping[str, str]) -> list[tuple[tuple[str, ...], Any]]:
@@ -116,8 +112,8 @@ def _scorers(missing: Mapping[str, str]) -> list[tuple[tuple[str, ...], Any]]:
     from pycocoevalcap.rouge.rouge import Rouge
     from pycocoevalcap.spice.spice import Spice
 
-    found = [(NAMES[:4], Bleu(4)), (("METEOR",), Meteor()), (("ROUGE-L",), Rouge()), (("CIDEr",), Cider())]
-    return found if "SPICE" in missing else [*found, (("SPICE",), Spice())]
+    scorers = [(NAMES[:4], Bleu(4)), (("METEOR",), Meteor()), (("ROUGE-L",), Rouge()), (("CIDEr",), Cider())]
+    return scorers if "SPICE" in missing else [*scorers, (("SPICE",), Spice())]
 
 
 def _close(scorer: Any) -> None:
@@ -128,13 +124,5 @@ def _close(scorer: Any) -> None:
 
 
 def _number(part: Any) -> float:
-    """SPICE says more of an image than its score."""
+    """The score of one image; SPICE gives it with its parts."""
     return float(part["All"]["f"]) if isinstance(part, Mapping) else float(part)
-
-
-def bootstrap(a: Sequence[float], b: Sequence[float], draws: int = 10_000, seed: int = 0) -> Difference:
-    """Paired bootstrap of the mean of b − a: the same images are drawn for both."""
-    each = np.asarray(b, dtype=float) - np.asarray(a, dtype=float)
-    drawn = np.random.default_rng(seed).integers(len(each), size=(draws, len(each)))
-    low, high = np.quantile(each[drawn].mean(axis=1), [0.025, 0.975])
-    return Difference(float(each.mean()), float(low), float(high))

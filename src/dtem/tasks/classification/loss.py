@@ -1,4 +1,4 @@
-"""Losses of classification. Labels are optional: a model can teach its merged self."""
+"""Losses of classification: cross-entropy, self-distillation, and probes for the Fisher loss."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ from torch import Tensor
 def task_loss(
     logits: Float[Tensor, "b k"], target: Int[Tensor, " b"] | Float[Tensor, "b k"], smoothing: float = 0.0
 ) -> Float[Tensor, ""]:
-    """Cross-entropy with labels, or with a row of probabilities per image (MixUp, which smooths them itself).
+    """Cross-entropy with labels, or with class probabilities (MixUp, which smooths them itself).
 
-    An image without a label (-1) adds nothing.
+    An unlabelled image (-1) adds nothing.
     """
     if target.is_floating_point():
         return -(target * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
@@ -19,15 +19,15 @@ def task_loss(
 
 
 def feature_loss(features: Float[Tensor, "b c"], teacher: Float[Tensor, "b c"]) -> Float[Tensor, ""]:
-    """1 − cosine: the merged model's features are to point where the unmerged one's do."""
+    """1 − cosine similarity with the features of the unmerged model."""
     return 1 - F.cosine_similarity(features, teacher, dim=-1).mean()
 
 
-def readings(output: Float[Tensor, "b k"], count: int, probabilities: bool = True) -> Float[Tensor, " count"]:
-    """Random numbers read off the output, each summed over the images, by which `ops.pricing` prices a merge.
+def fisher_probes(output: Float[Tensor, "b k"], count: int, probabilities: bool = True) -> Float[Tensor, " count"]:
+    """Random projections of the output, each summed over the images, for the Fisher loss (`ops.fisher_loss`).
 
-    Half the expected square of what a change of the output does to them is, to second order, KL(before ‖ after) of the
-    `probabilities`; of features, 1 − cosine.
+    Half the expected square of the change of a probe is, to second order, KL(before ‖ after) of the `probabilities`; of
+    features, 1 − cosine.
     """
     draws = torch.randn(count, *output.shape, device=output.device)
     if not probabilities:
@@ -40,7 +40,7 @@ def readings(output: Float[Tensor, "b k"], count: int, probabilities: bool = Tru
 def distill_loss(
     logits: Float[Tensor, "b k"], teacher: Float[Tensor, "b k"], temperature: float = 1.0
 ) -> Float[Tensor, ""]:
-    """KL(teacher ‖ student) · T², both softened by T: the merged model is to say what the unmerged one says."""
+    """KL(teacher ‖ student) · T², both at temperature T."""
     student = (logits / temperature).log_softmax(dim=-1)
     return F.kl_div(student, (teacher / temperature).log_softmax(dim=-1), log_target=True, reduction="batchmean") * (
         temperature**2

@@ -1,28 +1,29 @@
-"""The classes of a dataset: their names, how masks write them, and how they are drawn.
+"""The classes of a segmentation dataset: names, values and colours in masks.
 
-A mask is an 8-bit image whose values stand for classes (also one with a palette), or one in colours. A YAML file says
-which:
+A mask is an 8-bit image of class values (also with a palette), or an RGB image of class colours. A YAML file lists the
+classes:
 
     classes:
-      - {name: road, color: [128, 64, 128]}     # color: needed where masks are in colours
-      - {name: car, value: 7}                   # value in 8-bit masks; default: the place in the list, from 0
-    ignore: [255, [0, 0, 0]]                    # values or colours that stand for no class
+      - {name: road, color: [128, 64, 128]}     # color: needed for masks in colours
+      - {name: car, value: 7}                   # value in 8-bit masks; default: the position in the list, from 0
+    ignore: [255, [0, 0, 0]]                    # values or colours of no class
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
+from dtem.files import read_yaml
 
 if TYPE_CHECKING:
     from PIL import Image
 
 IGNORE = -1
-"""In a decoded mask: a pixel that belongs to no class."""
+"""The class of an ignored pixel in a decoded mask."""
 _OUTSIDE = -2
 Colour = tuple[int, int, int]
 Mask = np.ndarray[Any, Any]
@@ -30,15 +31,15 @@ Mask = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Classes:
-    """What pixels can be."""
+    """Classes of a dataset."""
 
     names: tuple[str, ...]
     values: tuple[int, ...]
-    """Of each class, in 8-bit masks."""
+    """Value of each class in 8-bit masks."""
     ignore: frozenset[int] = frozenset()
-    """Values of no class."""
+    """Ignored values."""
     colours: tuple[Colour, ...] = ()
-    """Of each class, to draw it and to read masks in colours; none: drawn in colours of our own."""
+    """Colour of each class, in masks and in pictures; empty: pictures use default colours."""
     ignore_colours: frozenset[Colour] = frozenset()
 
     def __len__(self) -> int:
@@ -46,50 +47,48 @@ class Classes:
 
     @property
     def drawn(self) -> tuple[Colour, ...]:
-        """A colour for each class."""
-        return self.colours or tuple(own_colour(index + 1) for index in range(len(self)))
+        """The colour of each class in pictures."""
+        return self.colours or tuple(default_colour(index + 1) for index in range(len(self)))
 
     def read(self, mask: "Image.Image", name: str) -> Mask:
-        """The class of each pixel, `IGNORE` where there is none. What stands for nothing is refused."""
+        """The class of each pixel, `IGNORE` for ignored values. Unknown values are refused."""
         if mask.mode in ("P", "L", "1", "I", "I;16"):
-            return self._of_values(np.asarray(mask), name)
-        return self._of_colours(np.asarray(mask.convert("RGB")), name)
+            return self._from_values(np.asarray(mask), name)
+        return self._from_colours(np.asarray(mask.convert("RGB")), name)
 
-    def _of_values(self, pixels: Mask, name: str) -> Mask:
+    def _from_values(self, pixels: Mask, name: str) -> Mask:
         table = np.full(65536, _OUTSIDE, np.int16)
         table[list(self.ignore)] = IGNORE
         table[list(self.values)] = np.arange(len(self))
-        found = table[pixels.astype(np.uint16)]
-        if (outside := found == _OUTSIDE).any():
+        classes: Mask = table[pixels.astype(np.uint16)]
+        if (outside := classes == _OUTSIDE).any():
             value = int(pixels[outside][0])
             raise DtemError(
                 f"the mask {name} has the value {value}, which is none of the {len(self)} classes "
                 f"({_ranges(self.values)}), nor one to ignore ({_ranges(self.ignore) or 'there is none'}): mend the "
                 "mask or the list of classes"
             )
-        return found
+        return classes
 
-    def _of_colours(self, pixels: Mask, name: str) -> Mask:
+    def _from_colours(self, pixels: Mask, name: str) -> Mask:
         if not self.colours:
             raise DtemError(f"the mask {name} is in colours, and the classes have none: give each a color in the YAML")
         codes = _code(pixels)
-        found = np.full(codes.shape, _OUTSIDE, np.int16)
-        for colour in self.ignore_colours:
-            found[codes == _code(np.array(colour))] = IGNORE
-        for index, colour in enumerate(self.colours):
-            found[codes == _code(np.array(colour))] = index
-        if (outside := found == _OUTSIDE).any():
+        classes = np.full(codes.shape, _OUTSIDE, np.int16)
+        for index, colour in (*((IGNORE, each) for each in self.ignore_colours), *enumerate(self.colours)):
+            classes[codes == _code(np.array(colour))] = index
+        if (outside := classes == _OUTSIDE).any():
             colour = tuple(pixels[outside][0].tolist())
             raise DtemError(f"the mask {name} has the colour {colour}, which is none of the {len(self)} classes")
-        return found
+        return classes
 
 
 def _code(pixels: Mask) -> Any:
     return (pixels.astype(np.int32) * np.array([65536, 256, 1])).sum(-1)
 
 
-def own_colour(index: int) -> Colour:
-    """Colours that differ most for small indices: bit 3k + c of the index is bit 7 − k of channel c (Pascal VOC's)."""
+def default_colour(index: int) -> Colour:
+    """The colour map of Pascal VOC: bit 3k + c of the index is bit 7 − k of channel c."""
     channels = [0, 0, 0]
     for k in range(8):
         for c in range(3):
@@ -109,7 +108,7 @@ CAMVID = (
 
 def voc() -> Classes:
     """Pascal VOC: background is a class, the border around objects (255) is ignored."""
-    colours = tuple(own_colour(index) for index in range(21))
+    colours = tuple(default_colour(index) for index in range(21))
     return Classes(VOC, tuple(range(21)), frozenset({255}), colours, frozenset({(224, 224, 192)}))
 
 
@@ -119,7 +118,7 @@ def camvid() -> Classes:
 
 
 def ade20k(root: Path) -> Classes:
-    """ADE20K: 150 classes, written 1 to 150; 0 is ignored. Names are in the set's own objectInfo150.txt."""
+    """ADE20K: 150 classes with values 1 to 150; 0 is ignored. Names are in objectInfo150.txt."""
     table = root / "objectInfo150.txt"
     names = [f"class {value}" for value in range(1, 151)]
     if table.is_file():
@@ -131,36 +130,31 @@ def ade20k(root: Path) -> Classes:
 
 
 def from_yaml(path: Path) -> Classes:
-    """The classes that a file names."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DtemError(f"{path} cannot be read as YAML: {error}") from error
-    listed = found.get("classes") if isinstance(found, Mapping) else None
+    """The classes of a YAML file."""
+    content = read_yaml(path)
+    listed = content.get("classes") if isinstance(content, Mapping) else None
     if not isinstance(listed, list) or not listed:
         raise DtemError(f"{path} must hold a list under classes:, each with a name (and a color, a value)")
     names, values, colours = [], [], []
-    for place, entry in enumerate(listed):
+    for position, entry in enumerate(listed):
         entry = {"name": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, Mapping) or "name" not in entry or entry.keys() - {"name", "color", "value"}:
             raise DtemError(
-                f"{path}: class {place} is {entry!r}; write {{name: road, color: [128, 64, 128], value: 0}}"
+                f"{path}: class {position} is {entry!r}; write {{name: road, color: [128, 64, 128], value: 0}}"
             )
         names.append(str(entry["name"]))
-        values.append(_value(entry.get("value", place), path))
+        values.append(_value(entry.get("value", position), path))
         if "color" in entry:
             colours.append(_colour(entry["color"], path))
-    ignored = found.get("ignore", [])
+    ignored = content.get("ignore", [])
     ignored = ignored if isinstance(ignored, list) else [ignored]
     plain = frozenset(_value(each, path) for each in ignored if not isinstance(each, list))
     coloured = frozenset(_colour(each, path) for each in ignored if isinstance(each, list))
     if colours and len(colours) != len(names):
         raise DtemError(f"{path}: {len(colours)} of {len(names)} classes have a color; give it to all or to none")
-    for what, each in (("name", names), ("value", [*values, *plain]), ("color", [*colours, *coloured])):
-        if twice := _repeated(each):
-            raise DtemError(f"{path}: the {what} {twice[0]} is there twice")
+    for field, entries in (("name", names), ("value", [*values, *plain]), ("color", [*colours, *coloured])):
+        if repeated := [each for position, each in enumerate(entries) if each in entries[:position]]:
+            raise DtemError(f"{path}: the {field} {repeated[0]} is there twice")
     return Classes(tuple(names), tuple(values), plain, tuple(colours), coloured)
 
 
@@ -176,12 +170,8 @@ def _colour(value: object, path: Path) -> Colour:
     return value[0], value[1], value[2]
 
 
-def _repeated(values: Sequence[object]) -> list[object]:
-    return [value for place, value in enumerate(values) if value in values[:place]]
-
-
 def _ranges(values: Any) -> str:
-    """0 to 10, 12: whole numbers in short."""
+    """Whole numbers as ranges: ``0 to 10, 12``."""
     ordered, parts = sorted(values), []
     while ordered:
         length = next((n for n in range(1, len(ordered)) if ordered[n] != ordered[0] + n), len(ordered))

@@ -1,0 +1,165 @@
+"""Host families: one file each, or registered by a user (`register_integration`)."""
+
+import importlib
+from typing import TypeVar
+
+from torch import nn
+
+from dtem.errors import DtemError
+from dtem.integrations.base import AuxiliaryLosses, Integration, Merger, Trace
+from dtem.registry import Registry
+
+INTEGRATIONS = Registry(
+    "host family",
+    {
+        "hf_clip": "dtem.integrations.hf_clip:HfClip",
+        "hf_git": "dtem.integrations.hf_git:HfGit",
+        "hf_siglip": "dtem.integrations.hf_clip:HfSiglip",
+        "hf_vit": "dtem.integrations.hf_vit:HfVit",
+        "segmenter": "dtem.integrations.segmenter:SegmenterIntegration",
+        "timm_eva": "dtem.integrations.timm_eva:TimmEva",
+        "timm_vit": "dtem.integrations.timm_vit:TimmVit",
+    },
+    "dtem.integrations",
+)
+ORIGINS = {
+    "hf_clip": "transformers",
+    "hf_git": "transformers",
+    "hf_siglip": "transformers",
+    "hf_vit": "transformers",
+    "segmenter": "dtem.models.segmenter",
+    "timm_eva": "timm",
+    "timm_vit": "timm",
+}
+"""The package that the models of a built-in family are defined in. A family is imported only for such models."""
+SUPPORTED = {
+    "transformers": "transformers ViT, DeiT, DINOv2 (with registers), CLIP, SigLIP and GIT",
+    "dtem.models.segmenter": "Segmenter models of dtem.models.segmenter",
+    "timm": "timm VisionTransformer (deit_*, vit_* including AugReg, MAE, DINOv2, CLIP and SigLIP) and EVA models",
+}
+
+I = TypeVar("I", bound=type[Integration])  # noqa: E741 - as short as M of methods
+
+
+def register_integration(cls: I) -> I:
+    """Register the integration of a host family of your own: as a decorator, or by a call.
+
+    A package can register it without code: by an entry point ``family = "module:Class"`` in the group
+    ``dtem.integrations``.
+
+    Args:
+        cls: a subclass of `dtem.integrations.Integration`; its `refusal` decides which models it supports.
+
+    Examples:
+        >>> @dtem.register_integration
+        ... class MyIntegration(Integration):
+        ...     family = "mine"
+        ...     # attach, describe, detach, key_projections, refusal: see docs/extending.md
+        >>> handle = dtem.patch(MyViT(), r=8)  # doctest: +SKIP
+    """
+    INTEGRATIONS.register(cls.family, cls)
+    return cls
+
+
+def load(family: str) -> Integration:
+    """The integration of a host family."""
+    try:
+        integration: Integration = INTEGRATIONS[family]()
+    except ImportError as error:
+        if ORIGINS.get(family) != "transformers":
+            raise
+        raise DtemError(
+            f"this model of transformers needs transformers 5.18 or newer: pip install 'transformers>=5.18' ({error})"
+        ) from error
+    return integration
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DataParallel, DistributedDataParallel or PEFT, which run it as it is patched."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif any(cls.__module__.startswith("peft.") for cls in type(model).__mro__):
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
+            return model
+
+
+def find(model: nn.Module) -> Integration:
+    """The integration that supports `model`. Libraries that the model cannot come from are not imported."""
+    if not isinstance(model, nn.Module):
+        raise DtemError(f"{model!r} is a {type(model).__name__}, not a model (torch.nn.Module)")
+    if any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(model).__mro__):
+        raise DtemError(f"{type(model).__name__} is sharded already: call dtem.patch before fully_shard")
+    modules = [cls.__module__ for cls in type(model).__mro__]
+    supported = list(SUPPORTED.values())
+    for family in INTEGRATIONS:
+        origin = ORIGINS.get(family)
+        if origin is not None and not any(f"{module}.".startswith(f"{origin}.") for module in modules):
+            continue
+        integration = load(family)
+        reason = integration.refusal(model)
+        if reason is None:
+            return integration
+        listed = integration.supported or family
+        if reason:
+            raise DtemError(f"{type(model).__name__} is not supported: {reason}. Supported: {listed}")
+        if origin is None:
+            supported.append(listed)
+    for name, module in model.named_modules():
+        if name and type(module).__module__.startswith(tuple(ORIGINS.values())) and _is_supported(module):
+            raise DtemError(
+                f"{type(model).__name__} is not a model that dtem knows, but it holds one: patch "
+                f"model.get_submodule({name!r}), a {type(module).__name__}"
+            )
+    reason = _position_dependence(model)
+    why = f": {reason}" if reason else ""
+    raise DtemError(f"{type(model).__name__} is not supported{why}. Supported: {'; '.join(supported)}")
+
+
+def _is_supported(module: nn.Module) -> bool:
+    try:
+        find(module)
+    except DtemError:
+        return False
+    return True
+
+
+def _position_dependence(model: nn.Module) -> str | None:
+    """Why a model of no known family cannot be supported: its attention depends on patch positions."""
+    windowed = [module for module in model.modules() if getattr(module, "window_size", None) is not None]
+    if any("Window" in type(module).__name__ or hasattr(module, "shift_size") for module in windowed):
+        return "its attention works in windows of neighbouring patches, and merged patches have no window"
+    if any(getattr(module, "relative_position_bias_table", None) is not None for module in model.modules()):
+        return (
+            "its attention adds a relative position bias, one number for each pair of positions, and a merged token "
+            "has several positions; a mean over them would cost as much as merging saves"
+        )
+    return None
+
+
+def as_logits_fn(model: nn.Module) -> nn.Module:
+    """The model as a function from images to one tensor: logits, or pooled features if it has no classifier.
+
+    Models of transformers are wrapped; others are returned as they are.
+    """
+    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        wrapped: nn.Module = importlib.import_module("dtem.integrations.hf_base").LogitsModel(model)
+        return wrapped
+    return model
+
+
+__all__ = [
+    "INTEGRATIONS",
+    "AuxiliaryLosses",
+    "Integration",
+    "Merger",
+    "Trace",
+    "as_logits_fn",
+    "find",
+    "load",
+    "register_integration",
+    "unwrap",
+]

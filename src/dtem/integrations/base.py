@@ -1,0 +1,255 @@
+"""Shared code of all integrations: the forward through the blocks, and the state of a patched model."""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dtem import ops
+from dtem import schedule as schedules
+from dtem.methods import Method
+from dtem.types import HostSpec, Taps, Tokens
+
+Attention = Callable[[Tensor, Tensor | None], tuple[Tensor, Taps]]
+"""(x, bias by key) -> x with the attention residual added, and the taps."""
+Mlp = Callable[[Tensor], Tensor]
+"""x -> x with the MLP residual added."""
+
+
+@dataclasses.dataclass
+class Trace:
+    """Which patches were merged, block by block, in the forwards under `handle.trace()`."""
+
+    sources: list[Tensor] = dataclasses.field(default_factory=list)
+    """Source map after each block, (b, p): for each patch (row by row) the index of its token, −1 if dropped."""
+    sizes: list[Tensor] = dataclasses.field(default_factory=list)
+    """Token sizes after each block, (b, n): the number of patches in each token."""
+
+    def record(self, tokens: Tokens) -> None:
+        """Add the tokens after one block."""
+        if tokens.source is not None:
+            self.sources.append(tokens.source)
+        size = tokens.size
+        self.sizes.append(torch.ones_like(tokens.x[..., 0]) if size is None else size.detach())
+
+
+class AuxiliaryLosses(dict[str, Tensor]):
+    """Auxiliary losses of a method, by name, from one soft forward."""
+
+    merge_candidates: tuple[ops.MergeCandidates, ...] = ()
+    """With ``fisher=True``: the input of the Fisher loss (`ops.fisher_loss`)."""
+
+
+R = TypeVar("R")
+Recorders = dict[int, tuple[int, R]]
+"""Active traces or losses of one model, oldest first: by their id, with the thread that opened them."""
+
+
+@contextlib.contextmanager
+def _recording(recorders: Recorders[R], recorder: R) -> Iterator[R]:
+    recorders[id(recorder)] = threading.get_ident(), recorder
+    try:
+        yield recorder
+    finally:
+        del recorders[id(recorder)]
+
+
+def _current(recorders: Recorders[R]) -> R | None:
+    """The newest recorder of this thread, else the newest of all."""
+    if not recorders:
+        return None
+    active = list(recorders.values())
+    own = [recorder for thread, recorder in active if thread == threading.get_ident()]
+    return own[-1] if own else active[-1][1] if active else None
+
+
+class Merger(nn.Module):
+    """The submodule `dtem` of a patched model: the method, the schedule and what is being recorded."""
+
+    def __init__(self, method: Method, schedule: schedules.BlockRates, family: str, shortcut: bool = False) -> None:
+        super().__init__()
+        self.method = method
+        self.schedule = schedule
+        self.requested_r: object = schedule
+        """The schedule as the user gave it, e.g. a budget before it was solved."""
+        self.family = family
+        self.shortcut = shortcut
+        self.register_load_state_dict_post_hook(_allow_missing)  # type: ignore[no-untyped-call]
+        self.on_host_change: Callable[[nn.Module], None] | None = None
+        """Called when the image size or the pooling of the host has changed."""
+        self.loaded_with_host = False
+        """Whether the last state dict that was loaded into the model held the method's parameters too."""
+        self.mark_untrained()
+        self._traces: Recorders[Trace] = {}
+        self._losses: Recorders[AuxiliaryLosses] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model is not being recorded."""
+        return {**self.__dict__, "_traces": {}, "_losses": {}}
+
+    def change_host(self, model: nn.Module, **changes: Any) -> None:
+        """Update what the method knows of the host, and check or solve r for it again."""
+        self.method.host = dataclasses.replace(self.method.host, **changes)
+        if self.on_host_change is not None:
+            self.on_host_change(model)
+
+    def mark_untrained(self) -> None:
+        """The method's parameters are as they were initialised."""
+        self._initial = _checksum(self.method)
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether the method's parameters are still as they were initialised."""
+        return self._initial == _checksum(self.method)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing: a patched model has the state dict of its host. Adapter files hold what was trained."""
+        destination: dict[str, Any] = kwargs.get("destination") or (args[0] if args else {})
+        return destination
+
+    @property
+    def active(self) -> bool:
+        """Whether any block reduces tokens; if not, the host's own forward runs."""
+        return any(self.schedule.per_block(self.method.host.depth))
+
+    @property
+    def trace(self) -> Trace | None:
+        """The active trace of this model, if any; None in a compiled graph."""
+        return None if torch.compiler.is_compiling() else _current(self._traces)
+
+    def plan(self, patches: int) -> tuple[int, ...]:
+        """r of every block for an image of `patches` patches."""
+        resolve = schedules.resolve if torch.compiler.is_compiling() else _resolve_once
+        return resolve(self.schedule, patches, self.method.host.depth, self.method.resets_each_block)
+
+    def tracing(self) -> contextlib.AbstractContextManager[Trace]:
+        """Record every forward of this model, from any thread that has no trace of its own."""
+        return _recording(self._traces, Trace())
+
+    def collecting_losses(self) -> contextlib.AbstractContextManager[AuxiliaryLosses]:
+        """Collect the auxiliary losses of this model's soft forwards, from the same threads as `tracing`."""
+        return _recording(self._losses, AuxiliaryLosses())
+
+    def finish(self, tokens: Tokens) -> None:
+        """Called after the last block: collects the auxiliary losses (not in a compiled graph)."""
+        losses = None if torch.compiler.is_compiling() else _current(self._losses)
+        if losses is not None and self.method.soft:
+            losses.update(self.method.losses(tokens))
+            losses.merge_candidates += self.method.merge_candidates(tokens)
+
+
+def _checksum(method: nn.Module) -> tuple[float, ...]:
+    """One number per parameter, by which a change is seen."""
+    return tuple(0.0 if part.is_meta else part.detach().double().sum().item() for part in method.parameters())
+
+
+def _allow_missing(merger: Any, incompatible_keys: Any) -> None:
+    """A state dict of the host alone loads strictly into the patched model."""
+    missing = incompatible_keys.missing_keys
+    others = [name for name in missing if "dtem.method." not in name]
+    merger.loaded_with_host = len(others) == len(missing)
+    missing[:] = others
+
+
+_resolve_once = functools.lru_cache(maxsize=1024)(schedules.resolve)
+
+
+class Integration(ABC):
+    """Patches one family of host models. `dtem.register_integration` adds your own."""
+
+    family: ClassVar[str]
+    provides: ClassVar[frozenset[str]]
+    """The taps that it provides (`Method.needs`)."""
+    supported: ClassVar[str] = ""
+    """Supported models, for error messages."""
+    methods: ClassVar[frozenset[str] | None] = None
+    """Names of the supported methods; None: all whose needs it provides."""
+    shortcuts: ClassVar[bool] = False
+    """Whether `patch(shortcut=True)` is supported."""
+
+    @abstractmethod
+    def refusal(self, model: nn.Module) -> str | None:
+        """None: the model is supported. A text: why a model of this family is not. Empty: it is not of this family."""
+
+    @abstractmethod
+    def describe(self, model: Any) -> HostSpec:
+        """The description of the host."""
+
+    @abstractmethod
+    def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
+        """Per block, the head-mean of the key projection: weight (e, c) and bias (e)."""
+
+    @abstractmethod
+    def attach(self, model: Any, merger: Merger) -> None:
+        """Patch `model`, in place."""
+
+    @abstractmethod
+    def detach(self, model: Any) -> None:
+        """Undo `attach`."""
+
+
+def linear_weights(layer: Any) -> tuple[Any, Any]:
+    """Weight and bias of a linear layer as plain tensors, also of one that is quantised or wrapped by LoRA."""
+    layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+    weight, bias = (part() if callable(part) else part for part in (layer.weight, layer.bias))
+    if type(weight) not in (nn.Parameter, Tensor):
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.dequantize()
+    elif weight.is_quantized:
+        weight = weight.dequantize()
+    return weight.detach(), None if bias is None else bias.detach()
+
+
+def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Attention, mlp: Mlp) -> Tokens:
+    """One block, in the steps of `methods.base`."""
+    tokens = method.before(layer, tokens, r)
+    x, taps = attention(tokens.x, method.bias(tokens))
+    tokens = method.reduce(layer, tokens.replace(x=x), taps, r)
+    tokens = tokens.replace(x=mlp(tokens.x))
+    return method.after(layer, tokens, r)
+
+
+def run_blocks(
+    merger: Merger,
+    x: Tensor,
+    blocks: Iterable[Any],
+    split_block: Callable[[Any], tuple[Attention, Mlp]],
+    checkpointing: bool = False,
+    on_block: Callable[[Tokens], None] | None = None,
+) -> Tokens:
+    """Run `blocks` (the first ones of the host, or all) with token reduction.
+
+    Args:
+        merger: the state of the patched model.
+        x: all tokens, prefix first.
+        blocks: the host's.
+        split_block: gives the attention and the MLP of a block, each with its residual added.
+        checkpointing: gradient checkpointing.
+        on_block: called with the tokens after every block, which then have a source map.
+    """
+    method, prefix = merger.method, merger.method.host.prefix
+    patches = x.shape[1] - prefix
+    trace = merger.trace
+    source = None
+    if (trace is not None or on_block is not None) and not method.soft:
+        source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
+    tokens = Tokens(x, source=source)
+    for layer, (block, r) in enumerate(zip(blocks, merger.plan(patches), strict=False)):
+        attention, mlp = split_block(block)
+        step = functools.partial(run_block, method, layer, r=r, attention=attention, mlp=mlp)
+        tokens = checkpointed(step, tokens) if checkpointing and torch.is_grad_enabled() else step(tokens)
+        if trace is not None:
+            trace.record(tokens)
+        if on_block is not None:
+            on_block(tokens)
+    return tokens
+
+
+def checkpointed(run: Callable[..., Any], *args: Any) -> Any:
+    """Gradient checkpointing (not reentrant, so that token sizes get gradients, too)."""
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)

@@ -1,0 +1,328 @@
+"""Shared code of the transformers integrations.
+
+The host's own forward runs, with one change: its list of layers. While there is something to merge, the list iterates
+over itself as the only layer, and its forward runs all layers with merging. Embeddings, masks, poolers and heads stay
+the host's. Hidden states carry their token sizes (`dtem_size`) to modules that average or attend over them.
+"""
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GitVisionModel
+from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.utils import generic
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from dtem import integrations, ops
+from dtem.errors import DtemError
+from dtem.integrations.base import Attention, Integration, Merger, Mlp, linear_weights, run_blocks
+from dtem.types import HostSpec, Taps
+
+can_return_tuple: Callable[[Callable[..., Any]], Callable[..., Any]] = generic.can_return_tuple
+
+
+def head_outputs(attn: Any, h: Tensor, bias: Tensor | None, scale: float, dropout: float) -> tuple[Tensor, Taps]:
+    """Concatenated head outputs, (b, n, c), of an attention with q_proj, k_proj and v_proj."""
+    shape = (*h.shape[:2], -1, attn.head_dim)
+    q, k, v = (project(h).view(shape).transpose(1, 2) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+    y = ops.attend(q, k, v, bias, scale, dropout if attn.training else 0.0)
+    return y.transpose(1, 2).flatten(2), Taps(h, q, k, v, scale)
+
+
+@torch.no_grad()
+def head_mean_keys(attn: Any) -> tuple[Tensor, Tensor | None]:
+    """The head-mean of the key projection."""
+    weight, bias = linear_weights(attn.k_proj)
+    split = (-1, attn.head_dim)
+    return weight.unflatten(0, split).mean(dim=0), None if bias is None else bias.unflatten(0, split).mean(dim=0)
+
+
+class MergingLayers(nn.ModuleList):
+    """The list of layers of a patched model. Subclasses split a layer into attention and MLP."""
+
+    merger: Merger | None = None
+    """A plain attribute: the submodule is the model's `dtem`."""
+
+    @abstractmethod
+    def split_block(self, layer: Any) -> tuple[Attention, Mlp]:
+        """Attention and MLP of a layer, each with its residual added."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        merges = self.merger is not None and (self.merger.active or self.merger.trace is not None)
+        # Not the list itself: accelerate replaces the `forward` of modules that it dispatches.
+        return iter((self.run_layers,)) if merges else super().__iter__()  # type: ignore[arg-type]
+
+    def run_layers(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Run all layers."""
+        assert self.merger is not None
+        if attention_mask is not None:
+            raise DtemError("attention_mask cannot be used while tokens are merged; set handle.r = 0")
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise DtemError(f"{name} needs every token in its place, but tokens are merged; set handle.r = 0")
+        layers: list[Any] = list(self._modules.values())
+        tokens = run_blocks(self.merger, x, layers, self.split_block, checkpointing=layers[0].gradient_checkpointing)
+        self.merger.finish(tokens)
+        return _with_sizes(tokens.x, tokens.size, self.merger.method.bias(tokens))
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)  # that of ModuleList iterates over the list
+
+
+def _with_sizes(x: Any, size: Tensor | None, bias: Tensor | None) -> Tensor:
+    x.dtem_size, x.dtem_bias = size, bias
+    return x
+
+
+def _carried(x: Any, name: str) -> Tensor | None:
+    """What `_with_sizes` added. It is lost if a hook replaces the hidden states; pooling without it would be wrong."""
+    if not hasattr(x, name):
+        raise DtemError(
+            "the hidden states lost their token sizes on the way to the pooling, which needs them: a hook has replaced "
+            "them by a copy. Remove it, or set handle.r = 0"
+        )
+    carried: Tensor | None = getattr(x, name)
+    return carried
+
+
+class MergingLayerNorm(nn.LayerNorm):
+    """The last norm of a patched model: its output carries the token sizes of its input."""
+
+    def forward(self, x: Any) -> Tensor:
+        y = super().forward(x)
+        return _with_sizes(y, x.dtem_size, x.dtem_bias) if hasattr(x, "dtem_size") else y
+
+
+class MergingAttentionPool(nn.MultiheadAttention):
+    """Attention pooling in which a token of size m counts as m tokens."""
+
+    merger: Merger
+    """A plain attribute, as in `MergingLayers`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        bias = _carried(key, "dtem_bias") if self.merger.active else None
+        if bias is not None:
+            kwargs["key_padding_mask"] = bias.to(query.dtype)
+        return super().forward(query, key, value, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """Where a model of transformers has its parts, and how it pools tokens."""
+
+    layers: str
+    """Path to the list of layers, from the image encoder."""
+    norm: str | None
+    """Path to the last norm of the image encoder, if all tokens go through it."""
+    encoder: str = ""
+    """Path to the image encoder; empty if it is the model itself."""
+    pooling: str = "prefix"
+    """As in `HostSpec`."""
+
+
+def register_output_capture(cls: type) -> None:
+    """Give a subclass the recordable outputs (hidden states, attentions) of its host, which are looked up by class."""
+    if recordable := getattr(cls, "_can_record_outputs", None):
+        _CAN_RECORD_REGISTRY[str(cls)] = recordable
+
+
+class Merging:
+    """Mixin of the patched classes. `self` is a model of transformers with a `dtem` submodule."""
+
+    dtem: Merger
+    layout: ClassVar[HostLayout]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_output_capture(cls)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rebind(self)
+        host: Any = super()
+        return host.forward(*args, **kwargs)
+
+    def set_grad_checkpointing(self: Any, enable: bool = True) -> None:
+        """As in timm's models."""
+        self.gradient_checkpointing_enable() if enable else self.gradient_checkpointing_disable()
+
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the host as if it were not patched; `dtem.save_pretrained` saves the adapter."""
+        merger = self.dtem
+        integration = integrations.load(merger.family)
+        integration.detach(self)
+        try:
+            return self.save_pretrained(*args, **kwargs)
+        finally:
+            integration.attach(self, merger)
+
+
+class MeanPooled(Merging):
+    """Mixin of classifiers that average patches: here by token size."""
+
+    with_class_token: ClassVar[bool] = False
+    """Whether the class token is concatenated with the mean."""
+
+    @can_return_tuple
+    def forward(
+        self: Any, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        """As the host's."""
+        if not self.dtem.active:
+            host: Any = super()
+            return host.forward(pixel_values=pixel_values, labels=labels, **kwargs)
+        rebind(self)
+        x = encoder_of(self)(pixel_values, **kwargs).last_hidden_state
+        pooled = size_weighted_mean(x, self.dtem.method.host.prefix)
+        logits = self.classifier(torch.cat([x[:, 0], pooled], dim=1) if self.with_class_token else pooled)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+def size_weighted_mean(x: Tensor, prefix: int) -> Tensor:
+    """Mean of the patch tokens, weighted by the sizes that x carries."""
+    size = _carried(x, "dtem_size")
+    if size is None:
+        return x[:, prefix:].mean(dim=1)
+    size = size[:, prefix:]
+    return ((size / size.sum(dim=1, keepdim=True)).to(x.dtype).unsqueeze(1) @ x[:, prefix:]).squeeze(1)
+
+
+def merging_class(
+    module: str, host: type[nn.Module], layout: HostLayout, mixin: type = Merging, **attributes: Any
+) -> Any:
+    """The class of a patched `host`, called Merging<Host>. It pickles if it is assigned to that name in `module`."""
+    namespace = {"__module__": module, "__doc__": f"transformers' {host.__name__}, merging.", "layout": layout}
+    return type(f"Merging{host.__name__}", (mixin, host), namespace | attributes)
+
+
+class HfIntegration(Integration):
+    """Base of the transformers integrations: the classes that they support, and how to split a layer."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"input", "q", "k", "v", "key_projection"})
+    layers: ClassVar[type[MergingLayers]]
+    merged: ClassVar[dict[type[nn.Module], Any]]
+    """Each supported class and its patched class."""
+    refused: ClassVar[dict[type[nn.Module], str]] = {}
+    """Classes of the family that are not supported, and why."""
+    attention: ClassVar[str] = "self_attn"
+    """Name of a layer's attention, which has k_proj and head_dim."""
+
+    @abstractmethod
+    def prefix(self, encoder: Any) -> tuple[int, bool]:
+        """Number of prefix tokens, and whether the first is a class token."""
+
+    def refusal(self, model: nn.Module) -> str | None:
+        if type(model) in self.merged:
+            return None
+        if type(model) in self.refused:
+            return self.refused[type(model)]
+        if isinstance(model, tuple(self.merged)):
+            return f"it is a subclass of transformers' {type(model).__mro__[1].__name__}, perhaps with another forward"
+        return ""
+
+    def describe(self, model: Any) -> HostSpec:
+        layout = self.merged[type(model)].layout
+        encoder = model.get_submodule(layout.encoder)
+        config = encoder.config
+        prefix, class_token = self.prefix(encoder)
+        height, width = _pair(config.image_size)
+        patch_height, patch_width = _pair(config.patch_size)
+        return HostSpec(
+            name=_name(model),
+            family=self.family,
+            depth=config.num_hidden_layers,
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            head_dim=getattr(encoder.get_submodule(layout.layers)[0], self.attention).head_dim,
+            prefix=prefix,
+            patches=(height // patch_height) * (width // patch_width),
+            pooling=layout.pooling,
+            image=(config.num_channels, height, width),
+            class_token=class_token,
+        )
+
+    def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
+        layout = getattr(model, "layout", None) or self.merged[type(model)].layout  # of a patched model, or not yet
+        layers = model.get_submodule(layout.encoder).get_submodule(layout.layers)
+        return [head_mean_keys(getattr(layer, self.attention)) for layer in layers._modules.values()]
+
+    def attach(self, model: Any, merger: Merger) -> None:
+        model.dtem = merger
+        model.__class__ = self.merged[type(model)]
+        layers = layers_of(model)
+        layers.__class__ = self.layers
+        layers.__dict__["merger"] = merger
+        for module, merging in _after_layers(model):
+            module.__class__ = merging
+            module.__dict__["merger"] = merger
+
+    def detach(self, model: Any) -> None:
+        for module, merging in _after_layers(model):
+            module.__class__ = merging.__mro__[1]
+            del module.__dict__["merger"]
+        layers = layers_of(model)
+        del layers.__dict__["merger"]
+        layers.__class__ = nn.ModuleList
+        model.__class__ = next(cls for cls in type(model).__mro__ if not issubclass(cls, Merging))
+        del model.dtem
+
+
+def encoder_of(model: Any) -> Any:
+    """The image encoder of a patched model."""
+    return model.get_submodule(model.layout.encoder)
+
+
+def layers_of(model: Any) -> Any:
+    """The list of layers of a patched model."""
+    return encoder_of(model).get_submodule(model.layout.layers)
+
+
+class LogitsModel(nn.Module):
+    """A model of transformers as a function of images: logits, or pooled features if it has no classifier."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        encoder: Any = getattr(getattr(self.model, "git", self.model), "image_encoder", self.model)  # of GIT
+        out = getattr(encoder, "get_image_features", encoder)(pixel_values=images)
+        for name in ("logits", "image_embeds", "pooler_output"):
+            if getattr(out, name, None) is not None:
+                return getattr(out, name)
+        if isinstance(out, Tensor):
+            return out
+        hidden: Tensor = out.last_hidden_state
+        return hidden.mean(dim=1) if isinstance(encoder, GitVisionModel) else hidden[:, 0]
+
+
+def rebind(model: Any) -> None:
+    """In a replica of DataParallel, point the layers to the replica's merger: plain attributes are not replicated."""
+    if getattr(model, "_is_replica", False):
+        for module in (layers_of(model), *(module for module, _ in _after_layers(model))):
+            module.__dict__["merger"] = model.dtem
+
+
+def _after_layers(model: Any) -> Iterable[tuple[nn.Module, type[nn.Module]]]:
+    """Modules after the layers that need token sizes, and their patched classes."""
+    encoder = encoder_of(model)
+    if model.layout.norm is not None:
+        yield encoder.get_submodule(model.layout.norm), MergingLayerNorm
+    if model.layout.pooling == "attention":
+        yield encoder.head.attention, MergingAttentionPool
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _name(model: Any) -> str:
+    """The Hub id of the weights; the name of the class for a local folder or random weights."""
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    return name if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.isdir(name) else type(model).__name__

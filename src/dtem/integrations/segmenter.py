@@ -1,0 +1,123 @@
+"""Segmenter (`dtem.models.segmenter`): merging before attention and MLP of every encoder block, unmerging after each.
+
+The decoder needs every patch, so the computation inside attention and MLP is what merging saves.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dtem import ops
+from dtem.integrations import cpu_workspace
+from dtem.integrations.base import Integration, Merger, Trace, checkpointed
+from dtem.integrations.cpu_workspace import CpuWorkspace
+from dtem.integrations.timm_block import attention_branch, mlp_branch, workspace_for
+from dtem.integrations.timm_vit import TimmVit
+from dtem.methods.dense import DenseMethod, Grouped
+from dtem.models.segmenter import Segmenter
+from dtem.types import HostSpec, Tokens
+
+
+class SegmenterIntegration(Integration):
+    """Integration of dtem's Segmenter, whose encoder is a VisionTransformer of timm."""
+
+    family: ClassVar[str] = "segmenter"
+    provides: ClassVar[frozenset[str]] = frozenset({"input"})
+    supported: ClassVar[str] = "Segmenter models of dtem.models.segmenter (dense prediction: dtem and tome)"
+
+    def refusal(self, model: nn.Module) -> str | None:
+        if not isinstance(model, Segmenter):
+            return ""
+        if type(model) is not Segmenter:
+            return "it is a subclass of Segmenter with a forward of its own"
+        reason = TimmVit().refusal(model.encoder)
+        if reason is None:
+            return None
+        return f"its encoder is a {type(model.encoder).__name__}" + (f": {reason}" if reason else "")
+
+    def describe(self, model: Any) -> HostSpec:
+        encoder = TimmVit().describe(model.encoder)
+        name = model.pretrained_cfg["architecture"]
+        return dataclasses.replace(encoder, name=name, family=self.family, pooling="dense")
+
+    def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
+        return TimmVit().key_projections(model.encoder)
+
+    def attach(self, model: Any, merger: Merger) -> None:
+        model.dtem = merger
+        model.__class__ = MergingSegmenter
+
+    def detach(self, model: Any) -> None:
+        model.__class__ = Segmenter
+        del model.dtem
+
+
+class MergingSegmenter(Segmenter):
+    """Segmenter, merging."""
+
+    dtem: Merger
+
+    def encode(self, images: Tensor) -> Tensor:
+        trace = self.dtem.trace
+        if not self.dtem.active and trace is None:
+            return super().encode(images)
+        method, encoder = self.dtem.method, self.encoder
+        assert isinstance(method, DenseMethod)
+        x = self.embed(images)
+        workspace = cpu_workspace.create(x)
+        checkpointing = encoder.grad_checkpointing and torch.is_grad_enabled()
+        plan = self.dtem.plan(x.shape[1] - encoder.num_prefix_tokens)
+        merge_candidates: list[ops.MergeCandidates] = []
+        for layer, (block, r) in enumerate(zip(encoder.blocks, plan, strict=True)):
+            step = functools.partial(
+                run_block, method, layer, block, workspace_for(block, workspace), r, trace, merge_candidates
+            )
+            x = checkpointed(step, x) if checkpointing else step(x)
+        self.dtem.finish(Tokens(x, carry={"merge_candidates": tuple(merge_candidates)}))
+        return encoder.norm(x)
+
+
+def run_block(
+    method: DenseMethod,
+    layer: int,
+    block: Any,
+    workspace: CpuWorkspace | None,
+    r: int,
+    trace: Trace | None,
+    merge_candidates: list[ops.MergeCandidates],
+    x: Tensor,
+) -> Tensor:
+    """One block, in the steps of `methods.dense`. Candidates of the Fisher loss are added to `merge_candidates`."""
+
+    def attention(grouped: Grouped) -> Tensor:
+        return attention_branch(block, workspace, grouped.x, method.bias_of(grouped))
+
+    def mlp(grouped: Grouped) -> Tensor:
+        return mlp_branch(block, workspace, grouped.x)
+
+    components: tuple[tuple[nn.Module, Callable[[Grouped], Tensor]], ...]
+    components = (block.norm1, attention), (block.norm2, mlp)
+    for index, (norm, component) in enumerate(components):
+        grouped = method.group(2 * layer + index, norm(x), r)
+        if trace is not None:
+            trace.record(_recorded(method, grouped))
+        if grouped.candidates is not None:
+            merge_candidates.append(grouped.candidates)
+        y = method.ungroup(component(grouped), grouped)
+        x = x + y if workspace is None else y.add_(x)
+    return x
+
+
+def _recorded(method: DenseMethod, grouped: Grouped) -> Tokens:
+    """The tokens that a trace records of one component, two of each block."""
+    x, size, matching, edges, _ = grouped
+    source = None
+    if matching is None:
+        source = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+    elif edges is None:
+        source = matching.source
+    return Tokens(x, size, None if source is None else source[:, method.host.prefix :])

@@ -1,0 +1,132 @@
+"""Models of transformers: ``hf:owner/name``, a Hub id, or a folder that `save_pretrained` wrote."""
+
+import contextlib
+import os
+import re
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dtem.errors import DtemError, first_line, require
+from dtem.models import git
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PREFIX = "hf:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+loaded: dict[str, str] = {}
+"""Commit of each repository of the Hub that this process has loaded something from; records name them."""
+
+
+def note_revision(repository: str, revision: str | None, model: Any = None) -> None:
+    """Remember the commit that was loaded, or the revision where the cache does not know its commit.
+
+    A model keeps it as ``model.hub_revision``, ``owner/name@commit``.
+    """
+    from huggingface_hub import constants
+
+    folder = f"models--{repository.replace('/', '--')}"
+    reference = os.path.join(constants.HF_HUB_CACHE, folder, "refs", revision or "main")
+    try:
+        with open(reference, encoding="utf-8") as file:
+            commit: str | None = file.read().strip()
+    except (OSError, ValueError):
+        commit = revision
+    if commit:
+        loaded[repository] = commit
+        if model is not None:
+            model.hub_revision = f"{repository}@{commit}"
+
+
+def create(
+    name: str, pretrained: bool = False, with_tokenizer: bool = False, revision: str | None = None, **options: Any
+) -> "nn.Module":
+    """The model that a configuration names, in eval mode; with random weights unless `pretrained`.
+
+    Args:
+        name: ``hf:owner/name``, a Hub id or a folder.
+        pretrained: load its weights; a captioner then has its tokenizer too.
+        with_tokenizer: a captioner has its tokenizer also with random weights.
+        revision: branch, tag or commit of the Hub's repository.
+        options: ``img_size`` and ``num_classes`` change the configuration; ``drop_path_rate`` too, where it has one.
+    """
+    transformers = require("transformers", "transformers")
+    source = os.path.expanduser(name.removeprefix(PREFIX))
+    if not os.path.isdir(source) and not _HUB_ID.fullmatch(source):
+        raise DtemError(f"there is no folder {source}")
+    if os.path.isdir(source) and revision is not None:
+        raise DtemError(f"revision = {revision!r} is for a model of the Hub, and {name} is a folder; leave it out")
+    if options.pop("global_pool", None) is not None:
+        raise DtemError(f"global_pool: {name} reads its tokens in its own way; leave it out")
+    with offline_without_network() as online:
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, revision=revision or "main")
+            cls = getattr(transformers, (config.architectures or [""])[0], None)
+            if cls is None:
+                raise DtemError(f"{name}: its configuration names no model class of transformers")
+            if cls is transformers.GitForCausalLM and (pretrained or with_tokenizer):
+                for option in options:
+                    raise DtemError(f"{option}: the captioner {name} comes as it is; leave it out")
+                model: nn.Module = git.load(source, pretrained, revision)
+            else:
+                _change(config, options, name)
+                settings = {"config": config, "revision": revision or "main"}
+                model = cls.from_pretrained(source, **settings) if pretrained else cls(config)
+        except DtemError:
+            raise
+        except Exception as error:  # transformers and the Hub raise errors of every kind here
+            if not online and not os.path.isdir(source):
+                raise DtemError(
+                    f"there is no folder {source}, the Hub's model {source} is not in the cache, and the Hub cannot be "
+                    "reached: check the network, or give a folder that save_pretrained wrote"
+                ) from error
+            raise DtemError(f"transformers cannot build {name!r}: {first_line(error)}") from error
+    if not os.path.isdir(source):
+        note_revision(source, revision, model if pretrained else None)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def offline_without_network() -> Iterator[bool]:
+    """The Hub's offline mode where the Hub cannot be reached: cached files are used, and others fail at once.
+
+    Without it, every file is tried for half a minute. Yields whether the Hub can be reached.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    online = not before and _reachable(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = not online
+    try:
+        yield online
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _reachable(url: str, seconds: float = 5.0) -> bool:
+    if urllib.request.getproxies():
+        return True  # a proxy resolves names itself: let the Hub's client try
+    parts = urllib.parse.urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 443), seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def _change(config: Any, options: dict[str, Any], name: str) -> None:
+    vision = getattr(config, "vision_config", config)
+    size = options.get("img_size")
+    if size is not None:
+        if size[0] != size[1]:
+            raise DtemError(f"img_size = {size[0]}x{size[1]}: models of transformers take square images; {name} too")
+        vision.image_size = size[0]
+    if options.get("num_classes") is not None:
+        config.num_labels = options["num_classes"]
+    if options.get("drop_path_rate") and hasattr(vision, "drop_path_rate"):
+        vision.drop_path_rate = options["drop_path_rate"]

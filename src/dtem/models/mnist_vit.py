@@ -1,0 +1,42 @@
+"""mnist_vit: a small ViT with DeiT's 197 tokens and 12 blocks that reads handwritten digits, for the offline demo.
+
+`benchmarks/train_digits.py` made the weights; `assets/mnist_vit.md` is their card.
+"""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+NAME = "mnist_vit"
+CLASSES = 10
+MEAN, STD = 0.1307, 0.3081
+
+
+def create(pretrained: bool = True) -> Any:
+    """The model, in eval mode: 28×28 pixels in 2×2 patches."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    model: Any = VisionTransformer(
+        img_size=28, patch_size=2, in_chans=1, num_classes=CLASSES, embed_dim=64, depth=12, num_heads=2, mlp_ratio=4
+    )
+    # Its name, so that adapter files can tell it from other models, and how images are to be prepared for it.
+    model.pretrained_cfg = {
+        "architecture": NAME,
+        "input_size": (1, 28, 28),
+        "mean": (MEAN,),
+        "std": (STD,),
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
+        "num_classes": CLASSES,
+    }
+    if pretrained:
+        from safetensors.torch import load_file
+
+        model.load_state_dict({name: tensor.float() for name, tensor in load_file(asset("safetensors")).items()})
+    return model.eval()
+
+
+def asset(ending: str) -> Path:
+    """A file that comes with the model: its weights (``safetensors``), a trained adapter (``dtem.safetensors``), or
+    the accuracy of both at each r (``record.json``)."""
+    return Path(str(resources.files("dtem.models"))) / "assets" / f"{NAME}.{ending}"
