@@ -1,13 +1,21 @@
-"""Every block of code on the site and in the README is run, or at least read by what would run it.
+"""Code on the site, in the README and in docstrings is run, or at least checked by what would run it.
 
-* Python blocks of a page run one after the other, as a reader would run them. `timm.create_model` gives random weights;
-  `images`, cat.jpg and digit.png are there. A block after ``<!-- parsed only: REASON -->`` is compiled.
+* Python blocks of a page run one after the other, as a reader would run them. Models have random weights; `images`,
+  `loader`, cat.jpg and digit.png are there. A block after ``<!-- parsed only: REASON -->`` is compiled.
 * Commands of dtem go through the real parser; those that take a second (`flops`, or with mnist_vit) are run. Other
   programs must be known here, with the files, targets and extras that they name.
+* Examples (``>>>``) in the docstrings of public functions run in the same surroundings, each docstring on its own.
 """
 
+import contextlib
+import doctest
+import functools
+import inspect
+import io
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
 import types
@@ -20,13 +28,15 @@ import timm
 import torch
 import yaml
 
-from dtem.adapters import ADAPTERS, ORIGINS
+import dtem
 from dtem.app import examples
-from dtem.cli import VERBS, main, parser, tasks
-from dtem.methods import METHODS
+from dtem.cli import VERBS, main, parser
+from dtem.integrations import INTEGRATIONS, Integration
+from dtem.methods import DENSE_METHODS, METHODS, Method
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDE = sorted((ROOT / "docs").glob("*.md"))
 FENCE = re.compile(
     r"(?:<!-- parsed only: (?P<reason>[^\n]+?) -->\n+)?^```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.M | re.S
 )
@@ -35,13 +45,19 @@ KINDS = {"", "python", "yaml", "text", "json", "toml", *SHELLS}
 
 
 @pytest.fixture
-def registry() -> Iterator[None]:
-    """What a page adds to the methods and models is gone afterwards."""
-    before = [(known, dict(known)) for known in (METHODS, ADAPTERS, ORIGINS)]
-    yield
-    for known, kept in before:
-        known.clear()
-        known.update(kept)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What code in the docs finds: a folder with images, random weights. What it registers is gone afterwards."""
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
+    monkeypatch.chdir(tmp_path)
+    examples.drawings()[0].save("cat.jpg")
+    examples.drawings()[0].save("digit.png")
+    registries = (METHODS, DENSE_METHODS, INTEGRATIONS)
+    before = [dict(registry._classes) for registry in registries]
+    images = torch.rand(1, 3, 224, 224)
+    yield {"images": images, "loader": [(images, torch.zeros(1, dtype=torch.long))]}
+    for registry, classes in zip(registries, before, strict=True):
+        registry._classes = classes
 
 
 class Block(NamedTuple):
@@ -54,24 +70,24 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(found["kind"], found["code"], text.count("\n", 0, found.start("code")) + 1, found["reason"])
-        for found in FENCE.finditer(text)
+        Block(match["kind"], match["code"], text.count("\n", 0, match.start("code")) + 1, match["reason"])
+        for match in FENCE.finditer(text)
     ]
 
 
 def commands(page: Path) -> list[tuple[int, list[str]]]:
     """Line and words of every command; lines that end in a backslash go on."""
-    found = []
+    listed = []
     for block in blocks(page):
         if block.kind in SHELLS:
             for line in block.code.replace("\\\n", " ").splitlines():
                 if words := shlex.split(line.removeprefix("$ "), comments=True):
-                    found.append((block.line, words))
-    return found
+                    listed.append((block.line, words))
+    return listed
 
 
 def names(pages: list[Path]) -> list[str]:
-    return [page.name for page in pages]
+    return [str(page.relative_to(ROOT)) for page in pages]
 
 
 WITH_PYTHON = [page for page in PAGES if any(block.kind == "python" for block in blocks(page))]
@@ -79,8 +95,8 @@ WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 def test_there_is_something_to_check() -> None:
-    assert {"README.md", "index.md", "see.md", "extending.md"} <= set(names(WITH_PYTHON))
-    assert {"README.md", "index.md", "training.md", "methods.md", "benchmarks.md"} <= set(names(WITH_COMMANDS))
+    assert {"README.md", "docs/index.md", "docs/train.md", "docs/extending.md"} <= set(names(WITH_PYTHON))
+    assert {"README.md", "docs/index.md", "docs/tasks.md", "docs/research/methods.md"} <= set(names(WITH_COMMANDS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -90,18 +106,9 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
-@pytest.mark.usefixtures("registry")
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = timm.create_model
-
-    def random_weights(name: str, pretrained: bool = False, **options: Any) -> torch.nn.Module:
-        return create(name, **options)
-
-    monkeypatch.setattr(timm, "create_model", random_weights)
-    monkeypatch.chdir(tmp_path)
-    examples.drawings()[0].save("cat.jpg")
+def test_python_runs(page: Path, surroundings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("read_from_a_page")
-    module.__dict__["images"] = torch.rand(1, 3, 224, 224)
+    module.__dict__.update(surroundings)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(page):
         if block.kind == "python":
@@ -111,9 +118,8 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=names(WITH_COMMANDS))
-def test_commands_are_right(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    examples.drawings()[0].save("digit.png")
+@pytest.mark.usefixtures("surroundings")
+def test_commands_are_right(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line, words in commands(page):
         problem = wrong(words)
         assert problem is None, f"{page.name}:{line}: {shlex.join(words)}: {problem} {capsys.readouterr().err}"
@@ -121,9 +127,11 @@ def test_commands_are_right(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
             assert main(words[1:]) == 0, f"{page.name}:{line}: {capsys.readouterr().err}"
 
 
-def quick(verb: str, *given: str) -> bool:
+def quick(verb: str, *arguments: str) -> bool:
     """Whether it takes a second and needs no network (hf:NAME does)."""
-    return (verb == "flops" and ":" not in given[0]) or (verb == "show" and "mnist_vit" in given)
+    return (verb == "flops" and not any(":" in word for word in arguments)) or (
+        verb == "show" and "mnist_vit" in arguments
+    )
 
 
 def wrong(words: list[str]) -> str | None:
@@ -134,6 +142,8 @@ def wrong(words: list[str]) -> str | None:
     if program == "dtem":
         return misread(rest)
     if program in ("accelerate", "torchrun"):
+        if "benchmarks.reproduce" in rest:
+            return missing(["-m", *rest[rest.index("benchmarks.reproduce") :]])
         return misread(rest[rest.index("dtem.cli") + 1 :])
     if program == "python":
         return missing(rest)
@@ -141,9 +151,7 @@ def wrong(words: list[str]) -> str | None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return None if set(rest) <= set(targets) else f"there are only the targets {targets}"
     if program == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        asked = {extra for word in rest for part in re.findall(r"\[(.*)\]", word) for extra in part.split(",")}
-        return None if asked <= set(extras) else f"there are only the extras {sorted(extras)}"
+        return not_installable(rest)
     return f"{program} is not known to this test"
 
 
@@ -152,14 +160,20 @@ def misread(argv: list[str]) -> str | None:
     if "…" in argv:
         return None if argv[0] in VERBS else f"there is no verb {argv[0]}"
     try:
-        parser(tasks.asked(argv)).parse_args(argv)
+        parser().parse_args(argv)
     except SystemExit:
         return "dtem's parser refuses it:"
     return None
 
 
 def missing(rest: list[str]) -> str | None:
-    script = ROOT / rest[0]
+    """Whether a script of the checkout is there, by path or as a module, and has the options."""
+    if rest[0] == "-m":
+        rest = rest[1:]
+        module = ROOT / rest[0].replace(".", "/")
+        script = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    else:
+        script = ROOT / rest[0]
     if not script.is_file():
         return f"there is no file {rest[0]}"
     known = script.read_text() + (ROOT / "benchmarks" / "common.py").read_text()
@@ -167,23 +181,138 @@ def missing(rest: list[str]) -> str | None:
     return f"it has no {unknown}" if unknown else None
 
 
+def not_installable(rest: list[str]) -> str | None:
+    """The package is on no index: it is installed from the checkout, with extras that exist."""
+    target = rest[-1]
+    if rest[0] != "install" or not target.startswith("."):
+        return 'only a checkout can be installed: pip install ".[EXTRA]"'
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {extra for part in re.findall(r"\[(.*)\]", target) for extra in part.split(",")}
+    return None if wanted <= set(extras) else f"there are only the extras {sorted(extras)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_no_page_speaks_of_a_package_index(page: Path) -> None:
+    assert not re.search(r"pip install ['\"]?dtem", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|yaml))`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists() or (ROOT / "src" / "dtem" / path).exists(), path
+
+
 def test_every_page_is_on_the_site() -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = re.findall(r"[\w-]+\.md", str(settings["nav"]))
-    assert sorted(listed) == sorted(page.name for page in PAGES if page.name != "README.md")
+    listed = re.findall(r"[\w/-]+\.md", str(settings["nav"]))
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md")
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=names(GUIDE))
+def test_guide_pages_fit_two_screens_before_their_details(page: Path) -> None:
+    if page.name in ("api.md", "extending.md"):  # a reference; a worked example
+        pytest.skip("no details to set apart")
+    first = page.read_text(encoding="utf-8").partition("\n## Details\n")[0]
+    assert len(first.splitlines()) <= 110
+
+
+def test_readme_is_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 70
+
+
+def test_api_page_is_in_step_with_the_package() -> None:
+    command = [sys.executable, "docs/make_api.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PUBLIC = [name for name in dtem.__all__ if name not in ("DtemError", "__version__")]
+
+
+def documented(name: str) -> list[tuple[str, str]]:
+    """Name and docstring of a public function, or of a class and its public members."""
+    value = getattr(dtem, name)
+    listed = [(name, inspect.getdoc(value) or "")]
+    if inspect.isclass(value):
+        members = [member for member in vars(value) if not member.startswith("_")]
+        docs = ((f"{name}.{member}", inspect.getdoc(inspect.getattr_static(value, member))) for member in members)
+        listed += [(member, doc) for member, doc in docs if doc and ">>>" in doc]
+    return listed
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_an_example(name: str) -> None:
+    text = documented(name)[0][1]
+    assert "Examples:\n" in text, f"the docstring of dtem.{name} has no section Examples"
+    assert ">>>" in text.partition("Examples:\n")[2]
+
+
+@pytest.mark.parametrize("public", PUBLIC)
+def test_examples_in_docstrings_run(public: str, surroundings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As doctest does it, except that output which the example does not show may be anything. All of it is small."""
+    docstrings = documented(public)
+    create, narrow = timm.create_model, {} if public == "compare" else {"embed_dim": 32, "depth": 4, "num_heads": 2}
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **narrow, **options))
+    shorter = {
+        "compare": {"methods": "tome", "timed_batch_size": ()},
+        "train": {"updates": 2, "batch_size": 2, "workers": 0},
+    }
+    for verb, settings in shorter.items():
+        monkeypatch.setattr(dtem, verb, functools.partial(getattr(dtem, verb), **settings))
+    for name, text in docstrings:
+        space = {**surroundings, **prepared(text)}
+        for example in doctest.DocTestParser().get_examples(text):
+            if example.options.get(doctest.SKIP):
+                continue
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(example.source, f"<docstring of dtem.{name}>", "single"), space)
+            same = doctest.OutputChecker().check_output(example.want, output.getvalue(), doctest.NORMALIZE_WHITESPACE)
+            assert same or not example.want, f"{name}: {example.source} shows {output.getvalue()}"
+
+
+def prepared(text: str) -> dict[str, Any]:
+    """Names and files that an example uses without saying where they come from, all of them small."""
+    torch.manual_seed(0)
+    model = tiny()
+    for kind in ("photos", "imagenet/train/0", "imagenet/train/1", "imagenet/val/0", "imagenet/val/1"):
+        Path(kind).mkdir(parents=True, exist_ok=True)
+        for index, drawing in enumerate(examples.drawings()[:2]):
+            drawing.resize((64, 64)).save(f"{kind}/{index}.png")
+    Path("results").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "benchmarks" / "results" / "rivals.json", "results/record.json")
+    handle = dtem.patch(model, r=16)
+    for path in ("my.safetensors", "a.safetensors", "b.safetensors"):
+        handle.save_pretrained(path, trained_r=16)
+    if not re.search(r"(?<!= )\bhandle\b", text) or "handle = " in text:  # the example patches the model itself
+        handle.unpatch()
+    labels, criterion = torch.zeros(2, dtype=torch.long), torch.nn.functional.cross_entropy
+    names = {"dtem": dtem, "torch": torch, "timm": timm, "Method": Method, "Integration": Integration, "MyViT": tiny}
+    return {**names, "model": model, "handle": handle, "images": torch.rand(2, 3, 64, 64), "labels": labels} | {
+        "criterion": criterion
+    }
+
+
+def tiny() -> torch.nn.Module:
+    """A timm ViT of 64 patches that takes milliseconds."""
+    vit = timm.models.vision_transformer.VisionTransformer
+    return vit(img_size=64, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=10).eval()
 
 
 @pytest.mark.parametrize(
     "command",
     [
         "dtem show",
-        "dtem flops deit_small_patch16_224 --rate 8",
+        "dtem flops --model deit_small_patch16_224 --rate 8",
+        "dtem flops deit_small_patch16_224",
         "dtem merge",
         "dtem nothing …",
         "make nothing",
-        "pip install 'dtem[nothing]'",
+        "pip install dtem",
+        "pip install 'dtem[demo]'",
+        "pip install '.[nothing]'",
         "python benchmarks/nothing.py",
         "python benchmarks/speed.py --nothing 3",
+        "python -m benchmarks.reproduce --nothing",
         "torchrun --nproc-per-node 8 -m -- dtem.cli train --nothing",
         "sudo reboot",
     ],

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from dtem import ops
 from dtem.embedding import DecoupledEmbedding
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 WIDTH, HEAD = 24, 8
 

@@ -1,18 +1,13 @@
 """bfloat16 and float16 at inference: near float32, and the same tokens merge except where two edges nearly tie."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import timm
 import torch
 from safetensors.torch import load_file
 
 import dtem
+from benchmarks import precision
 from contract.hosts import fresh, images
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import precision
 
 SAME = {torch.bfloat16: 0.75, torch.float16: 0.95}
 """Share of merged tokens that must be the same, partner included; most of the rest must be near ties (`NEAR`)."""

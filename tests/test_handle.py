@@ -1,4 +1,8 @@
-"""The handle: what a user asks of it, and what it says to mistakes."""
+"""`dtem.patch` and the handle: settings, schedules, modes, traces, and error messages."""
+
+import copy
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -7,6 +11,8 @@ import dtem
 from contract.hosts import fresh, images, patched
 from dtem.measure import flops
 from dtem.methods import METHODS
+from dtem.methods.dense import DenseDtem, DenseDtemConfig
+from dtem.methods.dynamicvit import DynamicVitConfig
 
 
 @pytest.fixture
@@ -76,7 +82,7 @@ def test_shows_what_it_is(handle):
     assert "soft" in repr(handle)
 
 
-def test_a_second_handle_steers_the_same_model(handle):
+def test_a_second_handle_controls_the_same_model(handle):
     dtem.Handle(handle.model).r = 7
     assert handle.r == 7
 
@@ -127,6 +133,23 @@ def test_patching_with_a_bad_r_leaves_the_model_alone(bad):
         dtem.patch(model, r=bad)
     assert type(model) is before
     assert not hasattr(model, "dtem")
+
+
+def test_options_are_keywords_or_a_config():
+    by_name = dtem.patch(fresh("deit"), "dtem", r=16, temperature=0.3)
+    by_config = dtem.patch(fresh("deit"), dtem.DtemConfig(temperature=0.3), r=16)
+    assert by_name.method.config == by_config.method.config == dtem.DtemConfig(temperature=0.3)
+    assert by_config.r == 16
+    for part, other in zip(by_name.method.parameters(), by_config.method.parameters(), strict=True):
+        assert torch.equal(part, other)
+    assert type(dtem.patch(fresh("segmenter"), DenseDtemConfig(relaxed=8), r=4).method) is DenseDtem
+
+
+def test_a_config_goes_with_no_keywords_and_with_one_method_only():
+    with pytest.raises(dtem.DtemError, match=r"scale: with a DtemConfig, set options there"):
+        dtem.patch(fresh("deit"), dtem.DtemConfig(), scale=0.2)
+    with pytest.raises(dtem.DtemError, match=r"DynamicVitConfig.*dtps, dynamicvit.*by name"):
+        dtem.patch(fresh("deit"), DynamicVitConfig())
 
 
 def test_an_unknown_method_is_refused_with_those_that_are_known():
@@ -232,9 +255,10 @@ def test_a_budget_is_met_and_used(name, method):
         assert torch.isfinite(model(images(name))).all()
 
 
-def test_a_budget_of_more_than_the_model_costs_merges_nothing(handle):
-    handle.r = "10G"
-    assert handle.plan == (0, 0, 0, 0)
+def test_a_budget_of_more_than_the_model_costs_is_refused_with_its_cost(handle):
+    with pytest.raises(dtem.DtemError, match=r"10 GFLOPs is more than the unmerged model takes \(0\.\d+\)"):
+        handle.r = "10G"
+    assert handle.plan == (4, 4, 4, 4)
 
 
 def test_a_budget_out_of_reach_is_refused_with_what_can_be_reached(handle):
@@ -252,6 +276,94 @@ def test_a_budget_in_soft_mode_counts_what_inference_costs(handle):
     handle.r = "0.002G"
     assert handle.plan == expected
     assert handle.mode == "soft"
+
+
+def test_at_sets_and_restores(handle):
+    handle.r = "0.002G"
+    plan, x = handle.plan, images("deit")
+    with torch.no_grad():
+        before = handle.model(x)
+        with handle.at(r=8) as same:
+            assert same is handle
+            assert (handle.r, handle.plan, handle.mode) == (8, (8, 8, 8, 8), "hard")
+            with handle.at(mode="soft"):
+                assert (handle.r, handle.mode) == (8, "soft")
+            with handle.at(r="50%", mode="soft"):
+                assert handle.plan == (32, 16, 8, 4)
+            assert (handle.r, handle.mode) == (8, "hard")
+        assert (handle.r, handle.plan, handle.mode) == ("0.002G", plan, "hard")
+        assert torch.equal(handle.model(x), before)
+
+
+@pytest.mark.parametrize("bad", [{"r": 33}, {"mode": "medium"}, {"r": "many", "mode": "soft"}])
+def test_at_restores_after_an_error(handle, bad):
+    with pytest.raises(dtem.DtemError), handle.at(**bad):
+        raise AssertionError("not reached")
+    with pytest.raises(RuntimeError, match="mine"), handle.at(r=8, mode="soft"):
+        raise RuntimeError("mine")
+    assert (handle.r, handle.mode) == (4, "hard")
+
+
+def test_parameters_are_those_that_are_trained(handle):
+    parameters = list(handle.parameters())
+    assert len(parameters) == 2 * handle.host.num_trainable_blocks == 6
+    assert all(parameter.requires_grad for parameter in parameters)
+    assert list(patched("deit", "tome")[1].parameters()) == []
+
+
+def test_a_trace_records_its_own_model_only(handle):
+    x, other = images("deit"), patched("deit", "tome", r=7)[1]
+    with torch.no_grad(), handle.trace() as trace, other.trace() as other_trace:
+        handle.model(x)
+        other.model(x[:1])
+    assert [size.shape for size in trace.sizes] == [(2, 61), (2, 57), (2, 53), (2, 49)]
+    assert [size.shape for size in other_trace.sizes] == [(1, 58), (1, 51), (1, 44), (1, 37)]
+
+
+def test_a_trace_records_forwards_of_other_threads(handle):
+    x = images("deit")
+
+    def run(image):
+        with torch.no_grad():
+            return handle.model(image[None])
+
+    with handle.trace() as trace, ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, x))
+    assert len(trace.sizes) == len(trace.sources) == 8
+    assert sorted(size.shape[1] for size in trace.sizes) == [49, 49, 53, 53, 57, 57, 61, 61]
+
+
+def test_a_copy_made_inside_a_trace_is_not_recorded(handle):
+    with torch.no_grad(), handle.trace() as trace:
+        copied = copy.deepcopy(handle.model)
+        copied(images("deit"))
+        assert trace.sizes == []
+        handle.model(images("deit"))
+    assert len(trace.sizes) == 4
+    assert copied.dtem.trace is None
+
+
+def test_a_trace_without_a_recorded_forward_warns(handle):
+    compiled = torch.compile(handle.model, backend="eager")
+    with torch.no_grad(), pytest.warns(UserWarning, match="recorded nothing.*compiled"), handle.trace() as trace:
+        compiled(images("deit"))
+    assert trace.sizes == []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with handle.trace() as trace:
+            handle.model(images("deit"))
+    assert len(trace.sizes) == 4
+
+
+def test_auxiliary_losses_are_those_of_its_own_model():
+    (model, handle), (other, other_handle) = patched("deit", "dynamicvit"), patched("deit", "dynamicvit")
+    handle.mode = other_handle.mode = "soft"
+    x = images("deit")
+    with handle.auxiliary_losses() as losses, torch.no_grad():
+        other(x)
+        assert losses == {}
+        model(x)
+    assert set(losses) == {"ratio"}
 
 
 def test_trace_ends_with_its_block(handle):

@@ -71,7 +71,18 @@ def test_the_script_on_a_local_ray(weights, tmp_path) -> None:
     for name, picture in pictures.items():
         picture.save(photos / name)
     (photos / "bad.png").write_bytes(b"no image")
-    options = ["--model", MODEL, "--weights", str(weights), "--r", "7", "--batch", "2", "--out", str(tmp_path / "out")]
+    options = [
+        "--model",
+        MODEL,
+        "--weights",
+        str(weights),
+        "--r",
+        "7",
+        "--batch-size",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     subprocess.run([sys.executable, str(EXAMPLE), str(photos), *options], check=True, timeout=500)
     rows = {Path(row["path"]).name: row for row in pyarrow.parquet.read_table(tmp_path / "out").to_pylist()}
     assert set(rows) == {*pictures, "bad.png"}

@@ -1,13 +1,16 @@
 import math
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtem import schedule
+from dtem.errors import DtemError
 from dtem.schedule import Budget, Constant, Inflected, Learned, PerLayer, Ratio
-from dtem.types import DtemError
 
 FORMS = [
     (16, "16", Constant(16)),
@@ -31,6 +34,36 @@ def test_every_form_in_python_and_as_text(value: object, text: str, expected: ob
     assert schedule.parse(text) == expected
     assert schedule.parse(expected) is expected
     assert type(schedule.parse(text)) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.int64(16), Constant(16)),
+        (np.uint8(16), Constant(16)),
+        (np.float32(8), Constant(8)),
+        (np.float32(0.25), Ratio(0.25)),
+        (np.float64(0.25), Ratio(0.25)),
+        (np.array(16), Constant(16)),
+        (torch.tensor(16), Constant(16)),
+        (Fraction(1, 4), Ratio(0.25)),
+        ((np.int64(16), np.float32(-0.5)), Inflected(16, -0.5)),
+        ([np.int64(3), 2, np.int8(1)], PerLayer((3, 2, 1))),
+        (np.array([3, 2, 1]), PerLayer((3, 2, 1))),
+        (torch.tensor([3, 2, 1]), PerLayer((3, 2, 1))),
+    ],
+    ids=repr,
+)
+def test_numbers_of_numpy_and_torch_are_numbers(value: object, expected: object) -> None:
+    parsed = schedule.parse(value)
+    assert parsed == expected
+    assert repr(parsed) == repr(expected), "Python's own numbers: they are printed and saved"
+    assert schedule.parse(str(parsed)) == expected
+
+
+@pytest.mark.parametrize("value", [np.array([8, 16]), [np.int64(8), np.float64(16)], (8, np.int32(16))], ids=repr)
+def test_several_schedules_may_be_an_array(value: object) -> None:
+    assert schedule.parse_list(value) == ["8", "16"]
 
 
 SCHEDULES = st.one_of(
@@ -100,6 +133,15 @@ BAD = [
     ((16, math.nan), "nan"),
     ((1.5, 0.5), "1.5"),
     (b"16", "b'16'"),
+    ("t2", "'t2'"),  # thresholds of dtem 0.3
+    ("t0.8", "'t0.8'"),
+    ("adaptive", "'adaptive'"),
+    (np.True_, "True"),
+    (np.int64(-1), "-1"),
+    (np.float32(math.nan), "nan"),
+    (np.array([[1, 2]]), "[1, 2]"),
+    (np.array(["a"]), "'a'"),
+    (2 + 0j, "(2+0j)"),
     ({16: 1}, "{16: 1}"),
     (object, "object"),
 ]
@@ -144,14 +186,14 @@ def test_hardly_any_patches(patches: int) -> None:
 @pytest.mark.parametrize("depth", [2, 3, 12, 24, 32])
 @pytest.mark.parametrize("r", [1, 8, 13, 16])
 def test_inflection(r: int, depth: int) -> None:
-    falling, flat, rising = (Inflected(r, inflect).wanted(depth) for inflect in (-1.0, 0.0, 1.0))
+    falling, flat, rising = (Inflected(r, inflect).per_block(depth) for inflect in (-1.0, 0.0, 1.0))
     assert flat == [r] * depth
     assert (falling[0], falling[-1]) == (2 * r, 0)
     assert (rising[0], rising[-1]) == (0, 2 * r)
     assert falling == sorted(falling, reverse=True)
     assert rising == sorted(rising)
     for inflect in (-1.0, -0.5, 0.3, 1.0):
-        wanted = Inflected(r, inflect).wanted(depth)
+        wanted = Inflected(r, inflect).per_block(depth)
         assert r - 1 < sum(wanted) / depth <= r, "the mean is r, up to rounding each block down"
         assert all(isinstance(value, int) for value in wanted)
 
@@ -190,7 +232,7 @@ def test_no_block_removes_more_than_half_of_what_is_left(parsed: schedule.Schedu
     plan = schedule.resolve(parsed, patches, depth)
     assert len(plan) == depth
     left = patches
-    for r, wanted in zip(plan, parsed.wanted(depth), strict=True):
+    for r, wanted in zip(plan, parsed.per_block(depth), strict=True):
         assert type(r) is int
         assert 0 <= r <= left // 2
         most = wanted if isinstance(wanted, int) else int(wanted * left)
@@ -228,9 +270,11 @@ def test_budget_is_met_and_one_token_fewer_would_not(depth: int, share: float) -
     assert schedule.resolve(solved, 49, depth) == solved.values
 
 
-def test_a_budget_that_needs_no_merging_gives_none() -> None:
-    assert Budget(work((0,) * 4)).solve(49, 4, work) == PerLayer((0,) * 4)
-    assert Budget(1e6).solve(49, 4, work) == PerLayer((0,) * 4)
+def test_a_budget_above_the_cost_of_the_unmerged_model_is_refused() -> None:
+    unmerged = work((0,) * 4)
+    assert Budget(unmerged).solve(49, 4, work) == PerLayer((0,) * 4)
+    with pytest.raises(DtemError, match=rf"1e\+06 GFLOPs is more than .* takes \({unmerged:.3g}\): nothing would"):
+        Budget(1e6).solve(49, 4, work)
 
 
 def test_a_budget_met_only_by_merging_all_is_met() -> None:
@@ -251,7 +295,7 @@ def test_an_unsolved_budget_has_no_plan() -> None:
 
 def test_a_learned_schedule_has_no_plan_without_its_method() -> None:
     schedule.check(Learned(), 64, 4)
-    with pytest.raises(DtemError, match="asked of its handle"):
+    with pytest.raises(DtemError, match="resolved by a handle"):
         schedule.resolve(Learned(), 64, 4)
 
 

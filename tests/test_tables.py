@@ -1,27 +1,22 @@
-"""Tables in the docs say what the records say."""
+"""Rows of a report as a table, by the annotations of their fields."""
 
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated
 
-import pytest
-
-ROOT = Path(__file__).parent.parent
+from dtem.tables import Column, table
 
 
-def test_tables_are_in_step_with_the_records():
-    command = [sys.executable, "benchmarks/tables.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+@dataclass
+class Row:
+    name: Annotated[str, Column("method")]
+    hidden: int
+    score: Annotated[float | None, Column("score %", "{:.1f}", missing="–")]
+    size: Annotated[int, Column("size", lambda size: f"{size:,}")]
+    total: Annotated[int, Column("name and size", lambda row: f"{row.name} {row.size}", of_row=True)] = 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/training.md"])
-def test_pages_have_tables_to_check(page):
-    assert "<!-- table: " in (ROOT / page).read_text()
-
-
-def test_the_changelog_begins_with_this_version():
-    import dtem
-
-    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
-    assert headings[0].split()[1] == dtem.__version__
+def test_columns_come_from_annotated_fields_in_their_order() -> None:
+    drawn = table("scores", [Row("a", 1, 2.345, 1000), Row("b", 2, None, 5)], "two rows")
+    assert (drawn.title, drawn.caption) == ("scores", "two rows")
+    assert drawn.columns == ["method", "score %", "size", "name and size"]
+    assert drawn.rows == [["a", "2.3", "1,000", "a 1000"], ["b", "–", "5", "b 5"]]

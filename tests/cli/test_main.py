@@ -3,8 +3,10 @@
 import argparse
 import ast
 import concurrent.futures
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +18,9 @@ import pytest
 
 import dtem
 from dtem import cli
-from dtem.types import DtemError
+from dtem.cli import printing
+from dtem.cli.parser import VerbParser, image_size
+from dtem.errors import DtemError
 
 SOURCE = Path(dtem.__file__).resolve().parent.parent
 HEAVY = {"torch", "timm", "numpy", "rich", "safetensors", "huggingface_hub"}
@@ -52,41 +56,101 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dtem {dtem.__version__}\n"
 
 
-def test_every_verb_is_listed_by_its_own_name() -> None:
-    files = {path.stem for path in (SOURCE / "dtem" / "cli").glob("*.py")}
-    for name, path in cli.VERBS.items():
-        module = sys.modules.get(path) or __import__(path, fromlist=["NAME"])
-        assert name == module.NAME
-    verbs = {stem for stem in files if "NAME" in _assigned(SOURCE / "dtem" / "cli" / f"{stem}.py")}
-    by_task = [path for files in cli.tasks.VERBS.values() for path in files.values()]
-    assert verbs == {path.rpartition(".")[2] for path in [*cli.VERBS.values(), *by_task]}
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_verb_has_the_parts_of_one(verb: str) -> None:
+    module = importlib.import_module(cli.VERBS[verb])
+    assert module.__doc__
+    assert module.HELP
+    assert module.EXAMPLES.startswith("examples:\n")
+    assert f"dtem {verb}" in module.EXAMPLES
+    assert callable(module.add_arguments)
+    assert callable(module.run)
 
 
-def _assigned(path: Path) -> set[str]:
-    return {
-        target.id
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+@pytest.mark.parametrize("path", sorted((SOURCE / "dtem" / "cli").glob("*.py")), ids=lambda path: path.stem)
+def test_no_file_of_the_command_line_imports_a_verb(path: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            imported |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    assert not imported & set(cli.VERBS.values())
 
 
-@pytest.mark.parametrize("argv", [[], ["nothing"], ["flops"], ["flops", "test_vit", "--pool", "sum"]])
-def test_what_argparse_refuses_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        ([], "required: VERB"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["flops", "test_vit"], "unrecognized arguments: test_vit"),
+        (["flops", "--global-pool", "sum"], "invalid choice: 'sum'"),
+        (["flops", "--meth", "tome"], "unrecognized arguments: --meth tome"),
+        (["average", "a"], "required: --out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_argparse_refuses_ends_with_2(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
     assert stop.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "usage: dtem" in printed.err
+    assert error in printed.err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_fits_a_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    texts = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([verb, flag])
+        assert stop.value.code == 0
+        texts[flag] = capsys.readouterr().out
+    assert len(texts["--help"].splitlines()) <= 50
+    assert "examples:" in texts["--help"]
+    common, every = (set(re.findall(r"^ +(--[\w-]+)", text, re.MULTILINE)) for text in texts.values())
+    assert common <= every
+    assert ("--help-all\n" in texts["--help"]) == (common < every)
+    assert "--help-all\n" not in texts["--help-all"]
+
+
+def test_one_vocabulary() -> None:
+    """A flag means the same in every verb: it takes an argument or not, and has the same choices."""
+    meanings: dict[str, set[object]] = {}
+    for verb in cli.VERBS:
+        for action in verb_parser(verb)._actions:
+            for flag in action.option_strings:
+                choices = None if action.choices is None else tuple(action.choices)
+                meanings.setdefault(flag, set()).add((action.nargs == 0, choices))
+    mixed = {flag: found for flag, found in meanings.items() if len(found) > 1}
+    assert not mixed
+    gone = {
+        "--task",
+        "--ratio",
+        "--pool",
+        "--classes",
+        "--batch",
+        "--pretrained",
+        "--random",
+        "--once",
+        "--bad",
+        "--norm",
+    }
+    assert not gone & meanings.keys()
+
+
+def verb_parser(verb: str) -> VerbParser:
+    subparsers = next(action for action in cli.parser([verb])._actions if isinstance(action.choices, dict))
+    return subparsers.choices[verb]
 
 
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A verb whose `run` the test sets."""
     module = types.ModuleType("fake_verb", "A verb.")
-    module.NAME, module.HELP, module.EXAMPLES = "fake", "fake", ""
+    module.HELP, module.EXAMPLES = "fake", ""
     module.add_arguments = lambda parser: None
     monkeypatch.setitem(sys.modules, "fake_verb", module)
     monkeypatch.setitem(cli.VERBS, "fake", "fake_verb")
@@ -96,7 +160,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_stdout_is_for_the_result_alone(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def run(args) -> int:
         print("chatter")
-        cli.common.show(args, {"a": [1, None, "µ"]}, "a table")
+        printing.print_parts(args, {"a": [1, None, "µ"]}, "a table")
         return 0
 
     verb.run = run
@@ -119,6 +183,33 @@ def test_a_mistake_is_one_line_and_2(verb: types.ModuleType, capsys: pytest.Capt
     verb.run = raising(DtemError("r = -1 is no r"))
     assert cli.main(["fake", "--json"]) == 2
     assert capsys.readouterr() == ("", "error: r = -1 is no r\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("add global_pool = 'avg'", "add --global-pool avg"),
+        ("add num_classes = 9.", "add --num-classes 9."),
+        ("threads = 0 must be 1 or more", "--threads 0 must be 1 or more"),
+        ("shortcut=True is not available", "--shortcut is not available"),
+        ("r = '' is not a schedule", "--r '' is not a schedule"),
+        ("weights = FILE, or pretrained = False", "--weights FILE, or --random-weights"),
+        ("leave encoder_weights out", "leave --encoder-weights out"),
+        ("global_pool: it has its own", "--global-pool: it has its own"),
+        ("unknown_name = 3, some_name", "unknown_name = 3, some_name"),
+        ("in num_classes.yaml and x/img_size/y", "in num_classes.yaml and x/img_size/y"),
+        ("call img_size(3)", "call img_size(3)"),
+        ("r = [1, 2] holds", "r = [1, 2] holds"),
+    ],
+)
+def test_python_arguments_are_shown_as_flags(message: str, shown: str) -> None:
+    flags = verb_parser("bench")._option_string_actions
+    assert cli.as_flags(message, flags) == shown
+
+
+def test_flags_are_those_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flops", "--model", "seg_t_mask_16", "--global-pool", "avg"]) == 2
+    assert capsys.readouterr().err.startswith("error: --global-pool avg is for classifiers")
 
 
 def test_a_bug_is_not_hidden(verb: types.ModuleType) -> None:
@@ -159,11 +250,12 @@ def test_a_closed_pipe_is_no_news() -> None:
     code = """
 import sys, types
 from dtem import cli
+from dtem.cli.printing import print_parts
 verb = types.ModuleType("fake_verb", "A verb.")
-verb.NAME, verb.HELP, verb.EXAMPLES, verb.add_arguments = "fake", "fake", "", lambda parser: None
+verb.HELP, verb.EXAMPLES, verb.add_arguments = "fake", "", lambda parser: None
 def run(args):
     for _ in range(100):
-        cli.common.show(args, ["x" * 10_000])
+        print_parts(args, ["x" * 10_000])
     return 0
 verb.run = run
 sys.modules["fake_verb"] = verb
@@ -181,3 +273,15 @@ sys.exit(cli.main(["fake", "--json"]))
         os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+@pytest.mark.parametrize(("text", "size"), [("384", (384, 384)), ("224x320", (224, 320)), ("64X32", (64, 32))])
+def test_image_sizes(text: str, size: tuple[int, int]) -> None:
+    assert image_size("--img-size", text) == size
+    assert image_size("--img-size", None) is None
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "12x0", "1x2x3", "-4", "big"])
+def test_what_is_no_image_size(text: str) -> None:
+    with pytest.raises(DtemError, match=f"--img-size {text} is not a size; write 384"):
+        image_size("--img-size", text)

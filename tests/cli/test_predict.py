@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -18,10 +19,11 @@ from safetensors.torch import save_file
 
 import dtem
 from dtem.cli import main
-from dtem.tasks.classification import predict as predicting
-from dtem.tasks.classification import sources
-from dtem.tasks.classification.predict import Parts, Share
-from dtem.types import DtemError
+from dtem.data import sources
+from dtem.errors import DtemError
+from dtem.evaluation import prediction_files
+from dtem.evaluation.predict import RemainingImages
+from dtem.evaluation.prediction_files import PartialPredictions
 
 parquet = pytest.importorskip("pyarrow.parquet", reason='needs pip install "dtem[predict]"')
 
@@ -54,8 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, out: Path, data: str | None = None, *more: str) -> list[str]:
-    given = ["--weights", f"{folder}/w.safetensors", "--classes", str(CLASSES), "--img-size", "32"]
-    given += ["--labels", f"{folder}/labels.txt", "--r", "1", "--batch", "2", "--top", "3"]
+    given = ["--weights", f"{folder}/w.safetensors", "--num-classes", str(CLASSES), "--img-size", "32"]
+    given += ["--labels", f"{folder}/labels.txt", "--r", "1", "--batch-size", "2", "--top", "3"]
     return ["predict", data or f"{folder}/images", "--model", MODEL, "--out", str(out), *given, *more]
 
 
@@ -102,8 +104,8 @@ def test_deit_s_predicts_where_no_model_is_named(folder: Path, tmp_path: Path, m
 def test_an_interrupted_run_goes_on(folder: Path, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(command(folder, tmp_path / "whole.parquet")) == 0
     out = tmp_path / "p.parquet"
-    monkeypatch.setattr(predicting.predict, "__kwdefaults__", {**predicting.predict.__kwdefaults__, "seconds": 0.0})
-    real, calls = Parts.write, []
+    monkeypatch.setattr(prediction_files, "SAVE_SECONDS", 0.0)
+    real, calls = PartialPredictions.add, []
 
     def killed(self, rows):
         real(self, rows)
@@ -111,17 +113,37 @@ def test_an_interrupted_run_goes_on(folder: Path, tmp_path, capsys, monkeypatch:
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Parts, "write", killed)
+    monkeypatch.setattr(PartialPredictions, "add", killed)
     assert main(command(folder, out)) == 130
     assert not out.exists()
     assert calls == [2, 2]  # two batches, of which the second had the bad image in it
-    monkeypatch.setattr(Parts, "write", real)
+    monkeypatch.setattr(PartialPredictions, "add", real)
     capsys.readouterr()
     assert main([*command(folder, out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["resumed_after"] == 4
     assert parquet.read_table(out).to_pylist() == parquet.read_table(tmp_path / "whole.parquet").to_pylist()
     assert main(command(folder, out)) == 0  # nothing is left to do
     assert f"{COUNT} of them were done before" in capsys.readouterr().out
+
+
+def test_two_runs_cannot_write_one_file(folder: Path, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "p.parquet"
+    monkeypatch.setattr(prediction_files, "SAVE_SECONDS", 0.0)
+    real, codes = PartialPredictions.add, []
+
+    def meanwhile(self, rows):
+        real(self, rows)
+        if not codes:
+            codes.append(None)
+            codes[0] = main(command(folder, out))
+
+    monkeypatch.setattr(PartialPredictions, "add", meanwhile)
+    assert main(command(folder, out)) == 0
+    assert codes == [2]
+    said = capsys.readouterr().err
+    assert re.search(rf"p\.parquet is in use by another predict run \(process {os.getpid()} on .*, since 20", said)
+    assert parquet.read_table(out)["position"].to_pylist() == list(range(COUNT))
+    assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
 
 
 def test_another_run_is_refused(folder: Path, tmp_path, capsys) -> None:
@@ -223,7 +245,7 @@ def test_shares_are_the_whole_without_overlap(folder: Path, streamed: bool, monk
         monkeypatch.setattr(source, "stream", lambda seed, epoch: iter(records), raising=False)
     found = []
     for rank in range(3):
-        share = Share(source, {0, 5}, rank, 3)
+        share = RemainingImages(source, {0, 5}, rank, 3)
         own = share.stream(None, 0) if streamed else (share.read(index) for index in range(share.length))
         found += [record.name for record in own]
     assert sorted(found) == [f"{number}\t{number}.png" for number in (1, 2, 3, 4, 6)]
@@ -268,7 +290,7 @@ def test_images_that_are_all_bad_are_listed(folder: Path, tmp_path, capsys) -> N
         (["--model", "deit_tiny_patch16"], "timm has no model"),
         (["--labels", "nowhere"], "cannot be read"),
         (["--labels", "TWO"], "has 2 lines, and the model 4 classes"),
-        (["--classes", "0"], "has no classifier"),
+        (["--num-classes", "0"], "has no classifier"),
         (["--out", "FOLDER"], "is a folder; name a file in it"),
     ],
 )
@@ -281,9 +303,9 @@ def test_mistakes(folder: Path, tmp_path, capsys, more: list[str], says: str) ->
 
 
 def test_a_damaged_part_is_named(folder: Path, tmp_path) -> None:
-    parts = Parts(tmp_path / "p.parquet", {"r": "1"})
+    parts = PartialPredictions(tmp_path / "p.parquet", {"r": "1"})
     parts.folder.mkdir()
     (parts.folder / "run.json").write_text('{"r": "1"}')
     (parts.folder / "0000-1-000001.parquet").write_bytes(b"half")
     with pytest.raises(DtemError, match=r"0000-1-000001.parquet is damaged"):
-        Parts(tmp_path / "p.parquet", {"r": "1"})
+        PartialPredictions(tmp_path / "p.parquet", {"r": "1"})

@@ -7,10 +7,9 @@ import pytest
 from PIL import Image
 
 from dtem import cli
-from dtem.cli import tasks
 from tasks.segmentation.scenes import folder
 
-MODEL = ["--model", "seg_t_linear_16", "--random", "--img-size", "32"]
+MODEL = ["--model", "seg_t_linear_16", "--random-weights", "--img-size", "32"]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +28,12 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 def test_train_eval_show(run, scenes: Path, tmp_path: Path) -> None:
-    """The whole way: a host, embeddings for it, the table, the picture."""
-    common = ["--task", "segmentation", "--data", scenes, "--workers", 0, "--batch", 3, "--img-size", 32]
-    host = ["--model", "seg_t_linear_16", "--classes", 3]
+    """A host, embeddings for it, the table, the picture."""
+    common = ["--data", scenes, "--workers", 0, "--batch-size", 3, "--img-size", 32]
+    host = ["--model", "seg_t_linear_16", "--num-classes", 3]
     out, _ = run(
-        "train", *common, *host, "--random", "--preset", "segmenter_host", "--updates", 1, "--out", tmp_path / "host",
-        "--eval-data", scenes, "--json",
+        "train", *common, *host, "--random-weights", "--preset", "segmenter_host", "--updates", 1,
+        "--out", tmp_path / "host", "--eval-data", scenes, "--json",
     )  # fmt: skip
     assert json.loads(out)["evaluation"][0]["r"] == "0"
     weights = ["--weights", tmp_path / "host" / "model.safetensors"]
@@ -44,32 +43,32 @@ def test_train_eval_show(run, scenes: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     adapter = ["--adapter", tmp_path / "own" / "adapter.safetensors"]
     command = [
-        "eval", "--task", "segmentation", "--model", "seg_t_linear_16", *weights, "--img-size", 32, "--data", scenes,
-        *adapter, "--ratio", "0,0.5", "--out", tmp_path / "kept", "--plot", tmp_path / "curve.svg",
+        "eval", "--model", "seg_t_linear_16", *weights, "--img-size", 32, "--data", scenes, *adapter, "--r", "0,50%",
+        "--out", tmp_path / "results", "--plot", tmp_path / "curve.svg",
     ]  # fmt: skip
     out, _ = run(*command, "--json")
-    found = json.loads(out)
-    assert [(row["method"], row["ratio"]) for row in found["rows"]] == [
+    document = json.loads(out)
+    assert [(row["method"], row["r"]) for row in document["rows"]] == [
         ("unmerged", "0"),
         ("tome", "50%"),
         ("dtem", "50%"),
     ]
-    assert found["images"] == 6
-    assert found["rows"][2]["macs"] < found["rows"][0]["macs"]
-    assert set(found["rows"][2]["against_tome"]) == {"value", "low", "high"}
-    assert found["rows"][0]["images_per_second"] > 0
+    assert document["images"] == 6
+    assert document["rows"][2]["macs"] < document["rows"][0]["macs"]
+    assert set(document["rows"][2]["against_tome"]) == {"value", "low", "high"}
+    assert document["rows"][0]["images_per_second"] > 0
     assert (tmp_path / "curve.svg").exists()
-    assert json.loads((tmp_path / "kept" / "record.json").read_text())["results"]["images"] == 6
-    out, _ = run(*command)  # all is there already
+    assert json.loads((tmp_path / "results" / "record.json").read_text())["results"]["images"] == 6
+    out, _ = run(*command)  # all outcomes are stored already
     assert "mIoU" in out
     assert "IoU % by class" in out
     assert "sky" in out
     _, err = run(*command, "--short-side", 16, code=2)
     assert "evaluation of something else" in err
     out, _ = run(
-        "show", "--task", "segmentation", scenes / "images" / "a.png", "--model", "seg_t_linear_16", *weights, *adapter,
-        "--img-size", 32, "--classes", scenes / "classes.yaml", "--ratio", 0.5, "--blocks", "1,12", "--out",
-        tmp_path / "a.png", "--json",
+        "show", scenes / "images" / "a.png", "--model", "seg_t_linear_16", *weights, *adapter, "--img-size", 32,
+        "--labels", scenes / "classes.yaml", "--method", "tome", "--r", "50%", "--blocks", "1,12",
+        "--out", tmp_path / "a.png", "--json",
     )  # fmt: skip
     shown = json.loads(out)
     assert shown["grid"] == [2, 3]
@@ -79,75 +78,43 @@ def test_train_eval_show(run, scenes: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--ratio", "0.6"], "--ratio 0.6 is not a part"),
+        (["--r", "60%"], "ratio 0.6 is outside"),
         (["--window", "0"], "--window 0 is not a size"),
-        (["--stride", "16"], "goes with a window"),
-        (["--classes", "7"], "--classes 7"),
-        (["--data", "nowhere"], "not a folder"),
-        (["--method", "evit"], "no form for dense prediction"),
+        (["--stride", "16"], "--stride 16x16 goes with a window"),
+        (["--num-classes", "7"], "--num-classes 7"),
+        (["--data", "nowhere"], "there is no folder nowhere"),
+        (["--method", "evit"], "no variant for dense prediction"),
+        (["--batch-size", "4"], "--batch-size 4 is for classification and captioning"),
+        (["--dtype", "bfloat16", "--knn", "."], "--knn . is for classification"),
     ],
 )
-def test_mistakes_are_named(run, scenes: Path, words: list[str], said: str) -> None:
+def test_mistakes_are_named(run, scenes: Path, words: list[str], message: str) -> None:
     data = [] if "--data" in words else ["--data", scenes]
-    _, err = run("eval", "--task", "segmentation", *MODEL, *data, *words, code=2)
-    assert said in err
+    _, err = run("eval", *MODEL, *data, *words, code=2)
+    assert message in err
     assert "Traceback" not in err
 
 
 def test_which_weights(run, scenes: Path) -> None:
-    _, err = run("eval", "--task", "segmentation", "--model", "seg_t_linear_16", "--data", scenes, code=2)
-    assert "which weights" in err
+    _, err = run("eval", "--model", "seg_t_linear_16", "--data", scenes, code=2)
+    assert "no weights to download" in err
+    assert "--random-weights" in err
 
 
-def test_tasks_have_options_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "--task", "segmentation", "--help"])
-    assert "--ratio" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "--help"])
-    out = capsys.readouterr().out
-    assert "--ratio" not in out
-    assert "segmentation" in out
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["eval", "--task", "poetry"])
-    assert stopped.value.code == 2
-
-
-def test_the_task_of_a_command_line() -> None:
-    assert tasks.asked([]) == "classification"
-    assert tasks.asked(["eval", "--task", "segmentation"]) == "segmentation"
-    assert tasks.asked(["eval", "--task=captioning"]) == "captioning"
-    assert tasks.asked(["eval", "--task"]) == ""
-
-
-def test_sensing_alone(run, scenes: Path, tmp_path: Path) -> None:
-    command = [
-        "train",
-        "--task",
-        "segmentation",
-        "--data",
-        scenes,
-        "--workers",
-        0,
-        "--batch",
-        3,
-        *MODEL,
-        "--classes",
-        3,
-    ]
-    command += ["--method", "dtem", "--r", "40%", "--sense", 2, "--epochs", 0, "--out", tmp_path]
-    out, _ = run(*command, "--json")
-    document = json.loads(out)
+def test_fisher_initialisation_alone(run, scenes: Path, tmp_path: Path) -> None:
+    command = ["train", "--data", scenes, "--workers", 0, "--batch-size", 3, *MODEL, "--num-classes", 3]
+    command += ["--method", "dtem", "--r", "40%", "--fisher-init", 2, "--epochs", 0, "--out", tmp_path]
+    document = json.loads(run(*command, "--json")[0])
     assert (document["updates"], document["loss"], document["files"]) == (0, None, ["adapter.safetensors"])
-    assert "what sensing 2 batches gave" in run(*command)[0]
 
 
 def test_a_segmenter_is_counted_and_timed(run) -> None:
-    counted = json.loads(run("flops", "seg_t_linear_16", "--img-size", "64", "--r", "0,50%", "--json")[0])
-    whole, half = counted["rows"]
-    assert whole["tokens"] == half["tokens"] == 17  # unmerged after every component
-    assert half["macs"] < 0.8 * whole["macs"]
-    timed = json.loads(run("bench", "seg_t_linear_16", "--img-size", "64", "--r", "50%", "--rounds", "1", "--json")[0])
+    model = ["--model", "seg_t_linear_16", "--random-weights", "--img-size", "64"]
+    flops = ["flops", "--model", "seg_t_linear_16", "--img-size", "64"]
+    full, half = json.loads(run(*flops, "--r", "0,50%", "--json")[0])["rows"]
+    assert full["tokens"] == half["tokens"] == 17  # unmerged after every component
+    assert half["macs"] < 0.8 * full["macs"]
+    timed = json.loads(run("bench", *model, "--r", "50%", "--batch-size", 1, "--rounds", "1", "--json")[0])
     assert {row["r"] for row in timed["rows"]} >= {"50%"}

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from contract.hosts import R, ask, fresh, images, patch
-from dtem import adapters
+from dtem import integrations
 
 
 def compiled(name: str, method: str, steer: bool = False) -> dict[str, float]:
@@ -30,7 +30,7 @@ def compiled(name: str, method: str, steer: bool = False) -> dict[str, float]:
         return float((run(x) - ask(model, x)).abs().max())
 
     torch.compiler.reset()
-    run = torch.compile(adapters.asked(model), fullgraph=True, backend=backend)
+    run = torch.compile(integrations.as_logits_fn(model), fullgraph=True, backend=backend)
     x, y = images(name), images(name, seed=1)
     with torch.no_grad():
         result = {"first": difference(x), "graphs": len(graphs), "second": difference(y), "graphs_after": len(graphs)}

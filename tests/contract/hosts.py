@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor, nn
 
 import dtem
-import dtem.hosts
-from dtem import adapters, methods
-from dtem.hosts.segmenter import MaskDecoder, Segmenter
+import dtem.models
+from dtem import integrations, methods
 from dtem.methods import METHODS
+from dtem.models.segmenter import MaskDecoder, Segmenter
 from dtem.types import HostSpec
 
 DEPTH = 4
@@ -31,7 +31,7 @@ class Host:
     soft: bool = True
     """Whether its pooling allows soft merging."""
     doors: bool = True
-    """Whether it has timm's other doors (forward_features and so on), and the shortcut in the last block."""
+    """Whether it has timm's other entry points (forward_features, …), and the shortcut in the last block."""
 
 
 def vit(name: str = "vit_tiny_patch16_224", **settings: object) -> Callable[[], nn.Module]:
@@ -51,7 +51,7 @@ def hf(name: str, **settings: object) -> Callable[[], nn.Module]:
 
 
 def segmenter(**settings: object) -> Callable[[], nn.Module]:
-    """A Segmenter with masks: what it says has a place for every pixel."""
+    """A Segmenter with masks: its output has a value for every pixel."""
     return lambda: Segmenter(vit(**{**settings, "num_classes": 0})(), MaskDecoder(32, 5, depth=1, heads=2))
 
 
@@ -90,22 +90,22 @@ TIMM = [name for name, host in HOSTS.items() if host.doors]
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "evit_dropping": ("evit", {"fuse": False}),
 }
-"""Settings under which a method promises something else: on FEW hosts they go through the suite as methods do."""
+"""Options that change what a method guarantees: tested like methods, on FEW hosts."""
 
 EVERY_BLOCK: dict[str, Callable[[int], dict[str, object]]] = {
     "dtps": lambda depth: {"stages": tuple(range(depth))},
     "dynamicvit": lambda depth: {"stages": tuple(range(depth))},
 }
-"""By the number of blocks, the settings of methods that otherwise reduce in a few blocks only: clauses use them all."""
+"""Options, by depth, that let methods reduce in every block which otherwise do so in a few only."""
 
 FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 """Hosts for clauses that cost more: two prefix tokens, mean pooling, attention pooling, registers, randomness."""
 
 LIBRARIES = ("hf_dinov2", "hf_siglip", "segmenter")
-"""Hosts of other libraries, and our own, for such clauses, where the adapter has a part in them."""
+"""Hosts of other integrations for such clauses."""
 
-EVERYWHERE = ("dtem", "tome")
-"""Methods that go through the suite on every host; all others, built on the same seam, on FEW hosts."""
+ON_EVERY_HOST = ("dtem", "tome")
+"""Methods that are tested on every host; all others, with the same interface, on FEW hosts."""
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def _template(name: str) -> nn.Module:
 
 @torch.no_grad()
 def lively(model: nn.Module) -> nn.Module:
-    """Random weights of a size that matters: fresh ones (tiny class token, layer scale 1e-5) hide most mistakes."""
+    """Large random weights: the default initialisation (tiny class token, layer scale 1e-5) hides most mistakes."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             continue  # a temperature
@@ -149,54 +149,54 @@ def built(method: str) -> methods.Method:
 
 @functools.cache
 def form(name: str, method: str) -> type[methods.Method]:
-    """The method as this host gets it: where every patch must be there at the end, in its dense form."""
+    """The class of the method for this host: its dense variant for dense prediction."""
     return methods.find(method, dense=True) if described(name).dense else type(built(method))
 
 
 @functools.cache
 def described(name: str) -> HostSpec:
-    return adapters.find(_template(name)).describe(_template(name))
+    return integrations.find(_template(name)).describe(_template(name))
 
 
 def records(handle: dtem.Handle) -> list[int]:
-    """Tokens that each record of a trace holds: one for every block, or for every component that starts afresh."""
-    if not handle.method.afresh:
+    """Number of tokens in each record of a trace: one of every block, or of every component if blocks reset."""
+    if not handle.method.resets_each_block:
         return list(handle.tokens)
     return [handle.host.prefix + handle.host.patches - r for r in handle.plan for _ in ("attention", "mlp")]
 
 
 @functools.cache
 def provided(name: str) -> frozenset[str]:
-    """What the host and its adapter provide."""
-    adapter = adapters.find(_template(name))
-    return adapter.provides | described(name).provides
+    """What the host and its integration provide."""
+    integration = integrations.find(_template(name))
+    return integration.provides | described(name).provides
 
 
 def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str, str]]:
-    """Hosts and methods that go together, or those that do not."""
+    """Supported pairs of host and method, or the unsupported ones."""
     return [
         (name, method)
         for name in names
-        for method in ([*METHODS, *VARIANTS] if name in FEW else EVERYWHERE)
+        for method in ([*METHODS, *VARIANTS] if name in FEW else ON_EVERY_HOST)
         if (form(name, method).needs <= provided(name)) == fitting
     ]
 
 
 def every(names: Iterable[str] = HOSTS, soft: bool = False, whole: bool | None = None) -> pytest.MarkDecorator:
-    """Run a clause for every host and method that go together; with `soft`, for those that have a soft mode; with
-    `whole`, for those that drop no patch (True), or that do (False)."""
+    """Parametrise a clause by all supported hosts and methods; with `soft`, by those with a soft mode; with `whole`, by
+    those that drop no patch (True) or do (False)."""
     cases = [
         pytest.param(name, method, id=f"{name}-{method}")
         for name, method in pairs(names)
-        if not soft or (HOSTS[name].soft and built(method).can_relax())
-        if whole in (None, built(method).keeps_mass)
+        if not soft or (HOSTS[name].soft and built(method).has_soft_mode())
+        if whole in (None, built(method).conserves_size)
     ]
     return pytest.mark.parametrize(("name", "method"), cases)
 
 
 def ask(model: nn.Module, x: Tensor) -> Tensor:
-    """What the model says, as one tensor."""
-    return adapters.asked(model)(x)
+    """The output of the model as one tensor."""
+    return integrations.as_logits_fn(model)(x)
 
 
 def patched(name: str, method: str, r: object = R, **options: object) -> tuple[nn.Module, dtem.Handle]:
@@ -213,12 +213,12 @@ def patch(model: nn.Module, method: str, r: object = R, **options: object) -> dt
 
 
 def alike(got: Tensor | None, expected: Tensor | None) -> bool:
-    """Whether two gradients are the same: a weight that has no part in the answer has none."""
+    """Whether two gradients are equal; weights that do not affect the output have none."""
     return got is None if expected is None else got is not None and torch.equal(got, expected)
 
 
 def gradients(model: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Output and the gradient of every parameter, for a loss that weighs each logit differently."""
+    """Output and the gradient of every parameter, for a loss with a different weight for each logit."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     out = ask(model, x)

@@ -20,7 +20,7 @@ from contract.hosts import (
     patched,
     provided,
 )
-from dtem import adapters
+from dtem import integrations
 
 pytestmark = pytest.mark.contract
 
@@ -65,7 +65,7 @@ def test_unpatch_restores_class_keys_and_output(name, method):
     assert own == set(host.state_dict()), "a patched host keeps its keys"
     with torch.no_grad():
         ask(model, x)
-    if HOSTS[name].soft and handle.method.can_relax():
+    if HOSTS[name].soft and handle.method.has_soft_mode():
         handle.mode = "soft"
         gradients(model, x)
     assert handle.unpatch() is model
@@ -108,7 +108,7 @@ def test_r_can_be_set_at_any_time(name, method):
 @every()
 def test_a_method_that_needs_more_than_the_host_provides_is_refused(name, method, monkeypatch):
     model = fresh(name)
-    family = adapters.find(model).family
+    family = integrations.find(model).family
     cls = form(name, method)
     monkeypatch.setattr(cls, "needs", frozenset({"input", "moonlight"}))
     _refused(model, method, f"{cls.name}.*moonlight.*{family}")
@@ -119,7 +119,7 @@ def test_a_method_and_a_host_that_do_not_go_together(name, method):
     cls = form(name, method)
     lacking = cls.needs - provided(name)
     assert lacking
-    _refused(fresh(name), method, ".*".join([cls.name, *sorted(lacking), adapters.find(fresh(name)).family]))
+    _refused(fresh(name), method, ".*".join([cls.name, *sorted(lacking), integrations.find(fresh(name)).family]))
 
 
 def _refused(model, method, said):

@@ -19,7 +19,7 @@ def trace_of(handle, x):
 
 def restored(handle):
     """Whether the last record of a trace holds every token again."""
-    return handle.method.restores and not handle.method.afresh
+    return handle.method.restores and not handle.method.resets_each_block
 
 
 @every(whole=True)
@@ -60,7 +60,7 @@ def test_sources_map_every_patch_to_a_token_of_the_right_size(name, method):
         dropped = source < 0
         assert torch.equal(dropped, source == -1)
         assert source[~dropped].min() >= prefix, "a patch went into a prefix token"
-        if not handle.method.keeps_mass:
+        if not handle.method.conserves_size:
             assert dropped.any()
             continue
         assert not dropped.any()

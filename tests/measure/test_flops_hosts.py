@@ -9,7 +9,7 @@ import timm
 import torch
 
 import dtem
-import dtem.hosts
+import dtem.models
 from dtem.measure import flops
 from dtem.methods.evit import keep_rate
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import dtem
-from dtem.hosts import segmenter
 from dtem.measure import flops
+from dtem.models import segmenter
 
 TABLE = Path(__file__).resolve().parent.parent / "data" / "paper" / "segmentation.csv"
 ROWS = list(csv.DictReader(line for line in TABLE.read_text().splitlines() if not line.startswith("#")))

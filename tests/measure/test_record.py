@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dtem.errors import DtemError
 from dtem.measure import record
-from dtem.types import DtemError
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def made() -> record.Record:
 
 def test_round_trip(made: record.Record, tmp_path: Path) -> None:
     path = record.save(made, tmp_path / "new" / "folder" / "one.json")
-    assert record.load(path) == made
+    assert record.load_record(path) == made
     assert [file.name for file in path.parent.iterdir()] == ["one.json"]
 
 
@@ -109,7 +109,7 @@ def test_a_failed_write_leaves_the_old_file(made: record.Record, tmp_path: Path,
     with pytest.raises(DtemError, match=r"one\.json cannot be written .No space left"):
         record.save(record.collect("other", None), path)
     monkeypatch.undo()
-    assert record.load(path) == made
+    assert record.load_record(path) == made
     assert [file.name for file in tmp_path.iterdir()] == ["one.json"]
 
 
@@ -155,7 +155,7 @@ def test_other_files_are_refused_by_name(made: record.Record, tmp_path: Path, ch
     path = record.save(made, tmp_path / "named.json")
     path.write_text(change(path.read_text()))
     with pytest.raises(DtemError, match=says) as error:
-        record.load(path)
+        record.load_record(path)
     assert "named.json" in str(error.value)
 
 
@@ -163,4 +163,4 @@ def test_binary_and_missing_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     for name in ("binary.json", "missing.json"):
         with pytest.raises(DtemError, match=name):
-            record.load(tmp_path / name)
+            record.load_record(tmp_path / name)

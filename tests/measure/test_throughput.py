@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dtem.errors import DtemError
 from dtem.measure.throughput import compare, peak_bytes, spread
-from dtem.types import DtemError
 
 
 class Clock:

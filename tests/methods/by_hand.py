@@ -1,7 +1,6 @@
-"""A timm ViT walked through token by token, for one image: lists of states and plain attention matrices.
-
-What a method does is a function of its own: it gets the states of all tokens, and for every token what the class token
-makes of it, and answers the new states and, for each, the list of old tokens that it holds.
+"""A timm ViT written out token by token, for one image, with lists and explicit attention matrices: the oracle of the
+methods. A method is a function from the states of all tokens and the class attention to the new states and, for each,
+the list of old tokens that it holds. And checks that several methods share.
 """
 
 import math
@@ -9,6 +8,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+import dtem
+from contract.hosts import fresh, gradients, images, patched
 
 States = list[Tensor]
 Step = Callable[[States, Tensor, int], tuple[States, list[list[int]]]]
@@ -18,9 +20,14 @@ Early = Callable[[int, States, int], tuple[States, list[list[int]]]]
 
 
 def run(
-    model: nn.Module, image: Tensor, plan: tuple[int, ...], step: Step | None = None, early: Early | None = None
+    model: nn.Module,
+    image: Tensor,
+    plan: tuple[int, ...],
+    step: Step | None = None,
+    early: Early | None = None,
+    proportional: bool = False,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Scores of one image, and which of the first tokens each of the last ones holds."""
+    """Logits of one image, and which of the initial tokens each of the final ones holds."""
     prefix = model.num_prefix_tokens
     states = list(model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0])
     holds = [[index] for index in range(len(states))]
@@ -28,7 +35,7 @@ def run(
         if r and early is not None:
             states, groups = early(layer, states, r)
             holds = [[first for index in group for first in holds[index]] for group in groups]
-        states, looks = attend(block, states)
+        states, looks = attend(block, states, [len(held) if proportional else 1 for held in holds])
         if r and step is not None:
             states, groups = step(states, looks, r)
             holds = [[first for index in group for first in holds[index]] for group in groups]
@@ -43,15 +50,16 @@ def run(
     return model.head(model.fc_norm(pooled)), holds
 
 
-def attend(block: nn.Module, states: States) -> tuple[States, Tensor]:
+def attend(block: nn.Module, states: States, sizes: list[int] | None = None) -> tuple[States, Tensor]:
     """States after the attention residual, and the first token's attention to all, averaged over heads."""
     attn = block.attn
     count, width = len(states), attn.head_dim
     qkv = torch.stack([attn.qkv(block.norm1(state)) for state in states]).view(count, 3, attn.num_heads, width)
     heads, looks = [], torch.zeros(count, dtype=states[0].dtype)
+    weights = torch.tensor([1] * count if sizes is None else sizes, dtype=states[0].dtype)
     for head in range(attn.num_heads):
         q, k, v = attn.q_norm(qkv[:, 0, head]), attn.k_norm(qkv[:, 1, head]), qkv[:, 2, head]
-        matrix = (q @ k.T / math.sqrt(width)).exp()
+        matrix = (q @ k.T / math.sqrt(width)).exp() * weights
         matrix = matrix / matrix.sum(dim=1, keepdim=True)
         heads.append(matrix @ v)
         looks = looks + matrix[0] / attn.num_heads
@@ -65,3 +73,61 @@ def source_of(holds: list[list[int]], prefix: int, patches: int) -> Tensor:
     for token, held in enumerate(holds):
         source[held] = token
     return source[prefix:]
+
+
+def check_forward(name: str, handle: dtem.Handle, step: Step | None = None, early: Early | None = None) -> None:
+    """Logits, source maps and sizes of a patched model are those written out, in float64."""
+    model, host, x = handle.model.double(), fresh(name).double(), images(name).double()
+    prefix = handle.host.prefix
+    for batch in (x, x[:1]):
+        with torch.no_grad(), handle.trace() as trace:
+            logits = model(batch)
+        for image, row, source, size in zip(batch, logits, trace.sources[-1], trace.sizes[-1], strict=True):
+            with torch.no_grad():
+                expected, holds = run(host, image, handle.plan, step, early)
+            torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
+            assert torch.equal(source, source_of(holds, prefix, 64))
+            assert size.tolist() == [len(held) for held in holds]
+
+
+def check_gradients(method: str, step: Step) -> None:
+    """The gradient of every weight of the host is that of the method written out, in float64."""
+    model, handle = patched("deit", method, [20, 9, 5, 0])
+    x = images("deit", batch=1).double()
+    _, computed = gradients(model.double(), x)
+    host = fresh("deit").double()
+    out = run(host, x[0], handle.plan, step)[0].unsqueeze(0)
+    (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
+    for key, parameter in host.named_parameters():
+        torch.testing.assert_close(
+            computed[key], parameter.grad, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+def check_half_precision(method: str, mode: str) -> None:
+    """Outputs and gradients are finite under autocast and in bfloat16."""
+    model, handle = patched("deit", method)
+    handle.mode = mode
+    with torch.autocast("cpu", dtype=torch.bfloat16), handle.auxiliary_losses() as losses:
+        out = model(images("deit"))
+    sum(losses.values(), out.float().square().mean()).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        assert torch.isfinite(model.to(torch.bfloat16)(images("deit").bfloat16())).all()
+
+
+def check_losses_under_checkpointing(method: str, loss: str, weight: float, shortcut: bool, atol: float) -> None:
+    """An auxiliary loss and its gradients are the same with gradient checkpointing."""
+    outcomes = []
+    for checkpointing in (False, True):
+        model, handle = patched("deit", method, shortcut=shortcut)
+        model.train()
+        model.set_grad_checkpointing(checkpointing)
+        handle.mode = "soft"
+        torch.manual_seed(0)
+        with handle.auxiliary_losses() as losses:
+            out = model(images("deit"))
+        (weight * losses[loss] + out.square().mean()).backward()
+        outcomes.append([losses[loss].detach(), *(parameter.grad for parameter in handle.method.parameters())])
+    for plain, recomputed in zip(*outcomes, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=atol)

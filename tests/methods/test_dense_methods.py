@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from dtem import ops
+from dtem.errors import DtemError
 from dtem.methods.dense import DenseDtem, DenseTome, Grouped
-from dtem.types import DtemError, HostSpec
+from dtem.types import HostSpec
 
 HOST = HostSpec("tiny", "segmenter", depth=2, width=16, heads=2, head_dim=8, prefix=1, patches=40, pooling="dense")
 R = 14
@@ -14,7 +15,7 @@ R = 14
 
 def dtem(**options: object) -> DenseDtem:
     method = DenseDtem.create(HOST, options)
-    method.start([])
+    method.init_from_keys([])
     return method
 
 
@@ -84,41 +85,41 @@ def test_relaxed_merging_tends_to_hard_merging(h: Tensor, relaxed: int) -> None:
 
 def test_weights_of_attention(h: Tensor) -> None:
     grouped = DenseTome.create(HOST, {}).group(0, h, R)
-    torch.testing.assert_close(DenseTome.create(HOST, {}).weigh(grouped), grouped.size.log())
+    torch.testing.assert_close(DenseTome.create(HOST, {}).bias_of(grouped), grouped.size.log())
     plain = DenseTome.create(HOST, {"proportional": False})
-    assert plain.weigh(grouped) is None
-    assert plain.weigh(Grouped(h)) is None
+    assert plain.bias_of(grouped) is None
+    assert plain.bias_of(Grouped(h)) is None
     method = dtem(proportional=False, relaxed=4)
     method.soft = True
     soft = method.group(0, h, R)
-    bias = method.weigh(soft)
+    bias = method.bias_of(soft)
     assert (bias <= 0).all(), "nobody counts more than once"
     assert bias.min() < -0.1, "and one that gave itself away counts less"
     assert bias.isfinite().all()
 
 
 def test_priced_components_merge_as_at_inference_or_offer_what_they_could(h: Tensor) -> None:
-    method, plain = dtem(priced=True), dtem()
+    method, plain = dtem(fisher=True), dtem()
     method.soft = True
     seen = set()
     for seed in range(8):
         torch.manual_seed(seed)
         grouped = method.group(0, h, R)
-        seen.add(grouped.offer is None)
-        if grouped.offer is None:
+        seen.add(grouped.candidates is None)
+        if grouped.candidates is None:
             hard = plain.group(0, h, R)
             assert torch.equal(grouped.x, hard.x)
             assert torch.equal(grouped.size, hard.size)
             continue
-        assert torch.equal(grouped.x, h), "nothing is merged where merges are priced"
+        assert torch.equal(grouped.x, h), "nothing is merged where merges are fisher"
         assert grouped.size is None
-        edges, x, size, nudge, prefix = grouped.offer
+        edges, x, size, perturbation, prefix = grouped.candidates
         assert (edges.shape, prefix) == ((2, 20, 20), 1)
         assert torch.equal(edges, ops.soft_group(ops.cosine(method.metric(0, h), 1), R))
         assert torch.equal(x, h)
         assert size.eq(1).all()
         change = torch.randn_like(h)
-        (slope,) = torch.autograd.grad((method.ungroup(grouped.x, grouped) * change).sum(), nudge)
+        (slope,) = torch.autograd.grad((method.ungroup(grouped.x, grouped) * change).sum(), perturbation)
         torch.testing.assert_close(slope, change)
     assert seen == {True, False}
 
@@ -136,7 +137,7 @@ def test_gradients_reach_embeddings_and_not_their_input(h: Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"priced": 1}, "priced = 1 must be True or False"),
+        ({"fisher": 1}, "fisher = 1 must be True or False"),
         ({"relaxed": 0}, "relaxed = 0"),
         ({"temperature": 0.0}, "temperature"),
         ({"dim": -1}, "dim"),

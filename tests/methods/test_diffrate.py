@@ -3,13 +3,13 @@
 import functools
 import math
 
+import by_hand
 import pytest
 import timm
 import torch
 
 import dtem
 from contract.hosts import fresh, images, patched
-from dtem import adapters
 from dtem.measure import flops
 from dtem.methods import diffrate
 
@@ -227,7 +227,7 @@ def test_the_budget_loss_is_the_difference_that_is_counted():
     model, handle = patched("deit", "diffrate", 9)
     learn(handle, *KEPT)
     handle.mode = "soft"
-    with adapters.auxiliary() as losses:
+    with handle.auxiliary_losses() as losses:
         model(images("deit"))
     handle.mode = "hard"
     spent = []
@@ -245,7 +245,7 @@ def test_the_budget_loss_alone_learns_to_meet_the_budget(r):
     optimiser = torch.optim.Adam(handle.method.parameters(), lr=0.1)
     x, found = images("deit", batch=1), []
     for _ in range(60):
-        with adapters.auxiliary() as losses:
+        with handle.auxiliary_losses() as losses:
             model(x)
         optimiser.zero_grad()
         losses["flops"].backward()
@@ -262,38 +262,19 @@ def test_the_budget_loss_alone_learns_to_meet_the_budget(r):
 
 @pytest.mark.parametrize("shortcut", [False, True])
 def test_losses_under_checkpointing(shortcut):
-    x, found = images("deit"), []
-    for again in (False, True):
-        model, handle = patched("deit", "diffrate", shortcut=shortcut)
-        model.train()
-        model.set_grad_checkpointing(again)
-        handle.mode = "soft"
-        with adapters.auxiliary() as losses:
-            out = model(x)
-        (1e6 * losses["flops"] + out.square().mean()).backward()
-        found.append([losses["flops"].detach(), handle.method.prune.grad, handle.method.merge.grad])
-    for plain, recomputed in zip(*found, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-9)
+    by_hand.check_losses_under_checkpointing("diffrate", "flops", 1000000.0, shortcut, atol=1e-09)
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 def test_half_precision(mode):
-    model, handle = patched("deit", "diffrate")
-    handle.mode = mode
-    with torch.autocast("cpu", dtype=torch.bfloat16), adapters.auxiliary() as losses:
-        out = model(images("deit"))
-    total = sum(losses.values(), out.float().square().mean())
-    total.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    with torch.no_grad():
-        assert torch.isfinite(model.to(torch.bfloat16)(images("deit").bfloat16())).all()
+    by_hand.check_half_precision("diffrate", mode)
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 def test_other_image_sizes(mode):
     model, handle = patched("dinov2_registers", "diffrate", 4)
     handle.mode = mode
-    with torch.no_grad(), adapters.auxiliary() as losses:
+    with torch.no_grad(), handle.auxiliary_losses() as losses:
         assert torch.isfinite(model(torch.randn(2, 3, 48, 40))).all()
     assert all(torch.isfinite(loss) for loss in losses.values())
 
@@ -302,7 +283,7 @@ def test_learned_rates_are_saved(tmp_path):
     model, handle = patched("deit", "diffrate")
     learn(handle, *KEPT)
     handle.r = "learned"
-    dtem.save(handle, tmp_path / "one.safetensors", trained_r=9)
+    dtem.save_pretrained(handle, tmp_path / "one.safetensors", trained_r=9)
     x = images("deit")
     for r in (None, "learned"):
         other = dtem.from_pretrained(tmp_path / "one.safetensors", fresh("deit"), r)

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import by_hand
 import pytest
 import timm
 import torch
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 
 import dtem
 from contract.hosts import fresh, images, patched
-from dtem import adapters
 from dtem.measure import flops
 from dtem.methods import dynamicvit
 from dtem.methods.dynamicvit import keep_rate
@@ -149,7 +149,7 @@ def test_training_is_dynamicvit_written_out(name, alone, monkeypatch):
         noise = gumbel(len(batch))
         queue = [noise[:, layer, :, 0] - noise[:, layer, :, 1] for layer in (0, 2, 3)]
         monkeypatch.setattr(dynamicvit, "logistic", lambda like, queue=queue: queue.pop(0))
-        with torch.no_grad(), adapters.auxiliary() as losses:
+        with torch.no_grad(), handle.auxiliary_losses() as losses:
             got = model(batch)
         misses = []
         for image, scores, drawn in zip(batch, got, noise, strict=True):
@@ -220,7 +220,7 @@ def test_the_ratio_loss_teaches_the_ratio():
     x = images("deit", batch=4)
     found = []
     for _ in range(40):
-        with adapters.auxiliary() as losses:
+        with handle.auxiliary_losses() as losses:
             model(x)
         optimiser.zero_grad()
         losses["ratio"].backward()
@@ -232,55 +232,34 @@ def test_the_ratio_loss_teaches_the_ratio():
 def test_losses_belong_to_soft_forwards_inside():
     model, handle = patched("deit", "dynamicvit")
     x = images("deit")
-    with adapters.auxiliary() as losses:
+    with handle.auxiliary_losses() as losses:
         model(x)
     assert losses == {}, "hard pruning has no loss"
     handle.mode = "soft"
     model(x)
     assert losses == {}
-    with adapters.auxiliary() as losses:
+    with handle.auxiliary_losses() as losses:
         model(x)
     assert set(losses) == {"ratio"}
-    with adapters.auxiliary() as losses:
+    with handle.auxiliary_losses() as losses:
         handle.r = 0
         model(x)
     assert losses == {}
-    with adapters.auxiliary() as losses:
-        other, steer = patched("deit", "tome_soft")
-        steer.mode = "soft"
+    with handle.auxiliary_losses() as losses:
+        other, other_handle = patched("deit", "dynamicvit")
+        other_handle.mode = "soft"
         other(x)
     assert losses == {}
 
 
 @pytest.mark.parametrize("shortcut", [False, True])
 def test_losses_under_checkpointing(shortcut):
-    x = images("deit")
-    found = []
-    for again in (False, True):
-        model, handle = patched("deit", "dynamicvit", shortcut=shortcut)
-        model.train()
-        model.set_grad_checkpointing(again)
-        handle.mode = "soft"
-        torch.manual_seed(0)
-        with adapters.auxiliary() as losses:
-            out = model(x)
-        (losses["ratio"] + out.square().mean()).backward()
-        found.append([losses["ratio"].detach(), *(parameter.grad for parameter in handle.method.parameters())])
-    for plain, recomputed in zip(*found, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-7)
+    by_hand.check_losses_under_checkpointing("dynamicvit", "ratio", 1.0, shortcut, atol=1e-07)
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 def test_half_precision(mode):
-    model, handle = patched("deit", "dynamicvit")
-    handle.mode = mode
-    with torch.autocast("cpu", dtype=torch.bfloat16), adapters.auxiliary() as losses:
-        out = model(images("deit"))
-    total = sum(losses.values(), out.float().square().mean())
-    total.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    with torch.no_grad():
-        assert torch.isfinite(model.to(torch.bfloat16)(images("deit").bfloat16())).all()
+    by_hand.check_half_precision("dynamicvit", mode)
 
 
 def test_all_tokens_dropped_is_no_disaster():
@@ -290,7 +269,7 @@ def test_all_tokens_dropped_is_no_disaster():
             for predictor in handle.method.predictors.values():
                 predictor.out.bias.copy_(torch.tensor([-50.0, 50.0]))
         handle.mode = "soft"
-        with adapters.auxiliary() as losses:
+        with handle.auxiliary_losses() as losses:
             out = model(images(name))
         (out.square().mean() + losses["ratio"]).backward()
         assert torch.isfinite(out).all()
@@ -300,7 +279,7 @@ def test_all_tokens_dropped_is_no_disaster():
 def test_saved_predictors_come_back(tmp_path):
     model, handle = patched("deit", "dynamicvit", [0, 9, 0, 9], stages=(1, 3))
     spread(handle)
-    dtem.save(handle, tmp_path / "one.safetensors")
+    dtem.save_pretrained(handle, tmp_path / "one.safetensors")
     other = dtem.from_pretrained(tmp_path / "one.safetensors", fresh("deit"))
     assert other.plan == (0, 9, 0, 9)
     x = images("deit")

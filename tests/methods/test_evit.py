@@ -2,79 +2,40 @@
 
 import csv
 import functools
-import math
 from pathlib import Path
 
+import by_hand
 import pytest
 import timm
 import torch
 
 import dtem
-from contract.hosts import fresh, gradients, images, lively, patched, vit
+from contract.hosts import fresh, images, lively, patched, vit
 from dtem.measure import flops
 from dtem.methods.evit import keep_rate
 
 PAPER = Path(__file__).resolve().parent.parent / "data" / "paper"
 
 
-def written_out(model, image, plan, fuse=True, weigh=False):
-    """Scores of one image, and which of its patches each token holds at the end. Loops and lists; with `weigh`, sizes
-    count in attention."""
-    prefix = model.num_prefix_tokens
-    states = list(model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0])
-    holds = [[index] for index in range(len(states))]
-    for block, r in zip(model.blocks, plan, strict=True):
-        attn = block.attn
-        width, count = attn.head_dim, len(states)
-        sizes = torch.tensor([float(len(held)) if weigh else 1.0 for held in holds], dtype=image.dtype)
-        qkv = torch.stack([attn.qkv(block.norm1(state)) for state in states]).view(count, 3, attn.num_heads, width)
-        heads, looks = [], torch.zeros(count, dtype=image.dtype)
-        for head in range(attn.num_heads):
-            q, k, v = attn.q_norm(qkv[:, 0, head]), attn.k_norm(qkv[:, 1, head]), qkv[:, 2, head]
-            matrix = (q @ k.T / math.sqrt(width)).exp() * sizes
-            matrix = matrix / matrix.sum(dim=1, keepdim=True)
-            heads.append(matrix @ v)
-            looks = looks + matrix[0] / attn.num_heads
-        update = attn.proj(attn.norm(torch.cat(heads, dim=1)))
-        states = [state + block.ls1(change) for state, change in zip(states, update, strict=True)]
-        if r:
-            away = sorted(range(prefix, count), key=lambda at, looks=looks: looks[at].item())[: r + fuse]
-            stay = [index for index in range(count) if index not in away]
-            fused = sum(looks[index] * states[index] for index in away)
-            together = [first for index in away for first in holds[index]]
-            states = [states[index] for index in stay] + ([fused] if fuse else [])
-            holds = [holds[index] for index in stay] + ([together] if fuse else [])
-        states = [state + block.ls2(block.mlp(block.norm2(state))) for state in states]
-    states = [model.norm(state) for state in states]
-    if hasattr(model, "head_dist"):
-        return (model.head(states[0]) + model.head_dist(states[1])) / 2, holds
-    pooled = states[0]
-    if model.global_pool == "avg":
-        total = sum(map(len, holds[prefix:]))
-        pooled = sum(state * len(held) / total for state, held in zip(states[prefix:], holds[prefix:], strict=True))
-    return model.head(model.fc_norm(pooled)), holds
+def evit(prefix, fuse=True):
+    def step(states, looks, r):
+        gone = sorted(range(prefix, len(states)), key=lambda at: looks[at].item())[: r + fuse]
+        stay = [index for index in range(len(states)) if index not in gone]
+        new, groups = [states[index] for index in stay], [[index] for index in stay]
+        if fuse:
+            new.append(sum(looks[index] * states[index] for index in gone))
+            groups.append(gone)
+        return new, groups
+
+    return step
 
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fuse", "drop"])
 @pytest.mark.parametrize("r", [9, [20, 0, 9, 3], [32, 16, 8, 4], [1, 1, 1, 0]], ids=str)
 @pytest.mark.parametrize("name", ["deit", "distilled", "deit3", "mae", "dinov2_registers", "qk_norm", "scale_norms"])
 def test_evit_is_evit_written_out(name, r, fuse):
-    model, handle = patched(name, "evit", r, fuse=fuse)
-    model.double()
-    x = images(name).double()
-    prefix, host = handle.host.prefix, fresh(name).double()
-    for batch in (x, x[:1]):
-        with torch.no_grad(), handle.trace() as trace:
-            got = model(batch)
-        for image, scores, source, size in zip(batch, got, trace.sources[-1], trace.sizes[-1], strict=True):
-            with torch.no_grad():
-                expected, holds = written_out(host, image, handle.plan, fuse)
-            torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
-            wanted = torch.full((prefix + 64,), -1)
-            for token, held in enumerate(holds):
-                wanted[held] = token
-            assert torch.equal(source, wanted[prefix:])
-            assert size.tolist() == [len(held) for held in holds]
+    handle = patched(name, "evit", r, fuse=fuse)[1]
+    by_hand.check_forward(name, handle, evit(handle.host.prefix, fuse))
 
 
 def test_with_proportional_attention():
@@ -82,33 +43,23 @@ def test_with_proportional_attention():
     x = images("deit", batch=1)
     with torch.no_grad():
         got = model(x)[0]
-        expected, _ = written_out(fresh("deit"), x[0], handle.plan, weigh=True)
+        expected, _ = by_hand.run(fresh("deit"), x[0], handle.plan, evit(1), proportional=True)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-        plain, _ = written_out(fresh("deit"), x[0], handle.plan)
+        plain, _ = by_hand.run(fresh("deit"), x[0], handle.plan, evit(1))
         assert not torch.allclose(got, plain, atol=1e-3), "the switch must matter"
 
 
 def test_gradients_are_those_of_evit_written_out():
-    """They flow through the attention that weighs the fused tokens too."""
-    model, handle = patched("deit", "evit", [20, 9, 5, 0])
-    model.double()
-    x = images("deit", batch=1).double()
-    _, grads = gradients(model, x)
-    host = fresh("deit").double()
-    out = written_out(host, x[0], handle.plan)[0].unsqueeze(0)
-    (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
-    for key, parameter in host.named_parameters():
-        torch.testing.assert_close(
-            grads[key], parameter.grad, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    """They flow through the attention that weights the fused tokens, too."""
+    by_hand.check_gradients("evit", evit(1))
 
 
 def test_fusing_is_on_and_proportional_attention_off():
     _, handle = patched("mae", "evit")
     assert handle.method.config.fuse
     assert not handle.method.proportional
-    assert handle.method.keeps_mass
-    assert not patched("mae", "evit", fuse=False)[1].method.keeps_mass
+    assert handle.method.conserves_size
+    assert not patched("mae", "evit", fuse=False)[1].method.conserves_size
 
 
 @pytest.mark.parametrize("bad", ["yes", 1, None])

@@ -103,7 +103,7 @@ def test_a_larger_image_needs_a_larger_r():
     model = lively(vit("vit_small_patch14_reg4_dinov2", dynamic_img_size=True)()).eval()
     handle = dtem.patch(model, "patch_merger", [8, 0, 0, 0])
     with torch.no_grad():
-        with pytest.raises(dtem.DtemError, match=r"92 patches.*block 0.*64 queries"):
+        with pytest.raises(dtem.DtemError, match=r"block 0.*92 patches.*64 queries"):
             model(torch.randn(1, 3, 40, 40))
         handle.r = 0.4
         assert model.forward_features(torch.randn(1, 3, 40, 40)).shape[1] == 5 + 14
@@ -112,7 +112,7 @@ def test_a_larger_image_needs_a_larger_r():
 def test_saved_and_loaded(tmp_path):
     model, handle = patched("deit", "patch_merger")
     soften(handle)
-    dtem.save(handle, tmp_path / "adapter.safetensors")
+    dtem.save_pretrained(handle, tmp_path / "adapter.safetensors")
     other = fresh("deit")
     assert dtem.from_pretrained(tmp_path / "adapter.safetensors", other).method.name == "patch_merger"
     with torch.no_grad():

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from tests.contract import hosts
 
 import dtem
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
+from tests.contract import hosts
 
 
-def test_the_rows_that_give_most_give_all() -> None:
+def test_the_rows_of_largest_mass_are_normalised() -> None:
     edges = torch.rand(3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 5
     for r in range(8):
-        found = ops.give_all(edges, r)
+        found = ops.normalise_largest(edges, r)
         for image in range(3):
             rows = [edges[image, i].tolist() for i in range(7)]
             giving = sorted(range(7), key=lambda i: (-sum(rows[i]), i))[:r]
@@ -21,14 +21,14 @@ def test_the_rows_that_give_most_give_all() -> None:
                 torch.testing.assert_close(found[image, i], torch.tensor(expected, dtype=torch.float64))
 
 
-def test_of_equal_rows_the_first_give_all() -> None:
-    found = ops.give_all(torch.full((1, 4, 2), 0.25), 2)
+def test_of_equal_rows_the_first_are_normalised() -> None:
+    found = ops.normalise_largest(torch.full((1, 4, 2), 0.25), 2)
     assert found.sum(dim=2).tolist() == [[1.0, 1.0, 0.5, 0.5]]
 
 
 def test_a_row_that_gives_nothing_stays_finite() -> None:
     edges = torch.zeros(1, 4, 2, requires_grad=True)
-    ops.give_all(edges, 3).sum().backward()
+    ops.normalise_largest(edges, 3).sum().backward()
     assert torch.isfinite(edges.grad).all()
 
 
@@ -38,7 +38,7 @@ def test_tokens_are_as_many_as_at_inference_and_keep_all_patches(name: str) -> N
     handle.mode = "soft"
     with handle.trace() as trace:
         model(hosts.images(name))
-    for size, left in zip(trace.sizes[: handle.host.learning], handle.tokens, strict=False):
+    for size, left in zip(trace.sizes[: handle.host.num_trainable_blocks], handle.tokens, strict=False):
         assert size.shape[1] == left
         patches = size[:, handle.host.prefix :].sum(dim=1)
         torch.testing.assert_close(patches, torch.full_like(patches, handle.host.patches), rtol=1e-5, atol=1e-3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dtem
-from contract.hosts import fresh, gradients, images, patched
+from contract.hosts import images, patched
 from dtem import ops
 
 
@@ -86,34 +86,13 @@ def pooling(prefix):
 @pytest.mark.parametrize("r", [9, [32, 0, 9, 3]], ids=str)
 @pytest.mark.parametrize("name", ["distilled", "mae", "dinov2_registers"])
 def test_token_pooling_is_itself_written_out(name, r):
-    model, handle = patched(name, "token_pooling", r)
-    model.double()
-    x = images(name).double()
-    prefix, host = handle.host.prefix, fresh(name).double()
-    for batch in (x, x[:1]):
-        with torch.no_grad(), handle.trace() as trace:
-            got = model(batch)
-        for image, scores, source, size in zip(batch, got, trace.sources[-1], trace.sizes[-1], strict=True):
-            with torch.no_grad():
-                expected, holds = by_hand.run(host, image, handle.plan, pooling(prefix))
-            torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
-            assert torch.equal(source, by_hand.source_of(holds, prefix, 64))
-            assert size.tolist() == [len(held) for held in holds]
+    handle = patched(name, "token_pooling", r)[1]
+    by_hand.check_forward(name, handle, pooling(handle.host.prefix))
 
 
 def test_gradients_are_those_written_out():
-    """They flow through the attention that weighs the mean, not through the choice of clusters."""
-    model, handle = patched("deit", "token_pooling", [20, 9, 5, 0])
-    model.double()
-    x = images("deit", batch=1).double()
-    _, grads = gradients(model, x)
-    host = fresh("deit").double()
-    out = by_hand.run(host, x[0], handle.plan, pooling(1))[0].unsqueeze(0)
-    (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
-    for key, parameter in host.named_parameters():
-        torch.testing.assert_close(
-            grads[key], parameter.grad, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    """They flow through the attention that weights the mean, not through the choice of clusters."""
+    by_hand.check_gradients("token_pooling", pooling(1))
 
 
 def test_what_nobody_looks_at_has_a_mean_too():

@@ -48,19 +48,8 @@ def etps(prefix):
 @pytest.mark.parametrize("r", [9, [32, 0, 9, 3]], ids=str)
 @pytest.mark.parametrize("name", ["distilled", "deit3", "mae", "dinov2_registers"])
 def test_etps_is_etps_written_out(name, r):
-    model, handle = patched(name, "etps", r)
-    model.double()
-    x = images(name).double()
-    prefix, host = handle.host.prefix, fresh(name).double()
-    for batch in (x, x[:1]):
-        with torch.no_grad(), handle.trace() as trace:
-            got = model(batch)
-        for image, scores, source, size in zip(batch, got, trace.sources[-1], trace.sizes[-1], strict=True):
-            with torch.no_grad():
-                expected, holds = by_hand.run(host, image, handle.plan, etps(prefix))
-            torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
-            assert torch.equal(source, by_hand.source_of(holds, prefix, 64))
-            assert size.tolist() == [len(held) for held in holds]
+    handle = patched(name, "etps", r)[1]
+    by_hand.check_forward(name, handle, etps(handle.host.prefix))
 
 
 def spread(handle):
@@ -105,20 +94,9 @@ def dtps(handle, prefix, counted, pruned=None):
 @pytest.mark.parametrize("r", [9, [20, 0, 9, 3]], ids=str)
 @pytest.mark.parametrize("name", ["distilled", "mae", "dinov2_registers", "no_class_token"])
 def test_dtps_is_dtps_written_out(name, r):
-    model, handle = patched(name, "dtps", r)
+    handle = patched(name, "dtps", r)[1]
     spread(handle)
-    model.double()
-    x = images(name).double()
-    prefix, host = handle.host.prefix, fresh(name).double()
-    for batch in (x, x[:1]):
-        with torch.no_grad(), handle.trace() as trace:
-            got = model(batch)
-        for image, scores, source, size in zip(batch, got, trace.sources[-1], trace.sizes[-1], strict=True):
-            with torch.no_grad():
-                expected, holds = by_hand.run(host, image, handle.plan, early=dtps(handle, prefix, counted=True))
-            torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
-            assert torch.equal(source, by_hand.source_of(holds, prefix, 64))
-            assert size.tolist() == [len(held) for held in holds]
+    by_hand.check_forward(name, handle, early=dtps(handle, handle.host.prefix, counted=True))
 
 
 @pytest.mark.parametrize("name", ["deit", "mae"])
@@ -185,18 +163,8 @@ def test_nobody_is_left_to_take_a_token_in():
 
 
 def test_gradients_are_those_of_etps_written_out():
-    """They flow through the cosines that weigh the guests too."""
-    model, handle = patched("deit", "etps", [20, 9, 5, 0])
-    model.double()
-    x = images("deit", batch=1).double()
-    _, grads = gradients(model, x)
-    host = fresh("deit").double()
-    out = by_hand.run(host, x[0], handle.plan, etps(1))[0].unsqueeze(0)
-    (out * torch.linspace(-1.0, 1.0, out.numel()).view_as(out)).sum().backward()
-    for key, parameter in host.named_parameters():
-        torch.testing.assert_close(
-            grads[key], parameter.grad, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    """They flow through the cosines that weight the guests, too."""
+    by_hand.check_gradients("etps", etps(1))
 
 
 def test_a_twin_counts_as_much_as_its_host():

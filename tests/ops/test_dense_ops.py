@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 def after_hard(tokens: int = 13, r: int = 2, prefix: int = 1, batch: int = 2) -> tuple[Tensor, ops.Matching]:

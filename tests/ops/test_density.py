@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

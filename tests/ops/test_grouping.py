@@ -1,13 +1,11 @@
 """Soft grouping against the literal loop over A×B."""
 
-import math
-
 import oracles
 import pytest
 import torch
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 SHARP = {"temperature": 0.1, "scale": 0.1}
 BLUNT = {"temperature": 1.0, "scale": 0.5}  # rows are picked again and again: the clip is at work
@@ -126,63 +124,3 @@ def test_impossible_candidates_are_refused_by_name(candidates: int) -> None:
 def test_impossible_r_is_refused_by_name(r: int) -> None:
     with pytest.raises(DtemError, match=f"r = {r} "):
         ops.soft_group(similarity(), r)  # 13 patches: at most 6
-
-
-@pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("rate", [0.3, 1.5, 2.75, 3.999])
-@pytest.mark.parametrize("settings", [SHARP, BLUNT], ids=["sharp", "blunt"])
-@pytest.mark.parametrize("candidates", [None, 2])
-def test_a_broken_r_is_the_literal_loop_with_a_broken_last_step(
-    settings: dict[str, float], candidates: int | None, rate: float, extra: int
-) -> None:
-    """Values, and gradients in the similarities and in the rate; steps that weigh nothing change nothing."""
-    s, rate_ = similarity(), torch.tensor(rate, dtype=torch.float64, requires_grad=True)
-    steps = math.ceil(rate) + extra
-    weight = torch.randn(s.shape, dtype=s.dtype)
-    edges = ops.soft_group(s, steps, **settings, candidates=candidates, gates=ops.step_gates(rate_, steps))
-    expected = oracles.soft_group(s, rate_, **settings, candidates=candidates)
-    torch.testing.assert_close(edges, expected, rtol=1e-10, atol=1e-12)
-    for got, wanted in zip(
-        torch.autograd.grad((edges * weight).sum(), (s, rate_)),
-        torch.autograd.grad((expected * weight).sum(), (s, rate_)),
-        strict=True,
-    ):
-        scale = wanted.abs().max()
-        assert scale > 0
-        torch.testing.assert_close(got / scale, wanted / scale, rtol=0, atol=1e-9)
-
-
-def test_gradcheck_of_gates() -> None:
-    s, gates = similarity(2, 5, 4), torch.rand(3, dtype=torch.float64, requires_grad=True)
-    mass, _ = ops.row_mass(torch.logsumexp(s.detach() / 0.25, dim=2), 3, 0.5, gates.detach())
-    assert mass.max() < 0.999, "the clip's denominator has no gradient: finite differences would see one"
-    assert torch.autograd.gradcheck(lambda s, g: ops.soft_group(s, 3, 0.5, 0.5, gates=g), (s, gates))
-
-
-@pytest.mark.parametrize(
-    ("rate", "gates", "slope"),
-    [
-        (0.0, [0, 0, 0, 0], 0),
-        (1.25, [1, 0.25, 0, 0], 1),
-        (2.0, [1, 1, 0, 0], 2),  # one more is what comes next
-        (3.75, [1, 1, 1, 0.75], 3),
-        (4.0, [1, 1, 1, 1], 3),  # there is no next one
-        (4.4, [1, 1, 1, 1], 3),
-        (-0.4, [0, 0, 0, 0], None),
-    ],
-)
-def test_gates_add_up_to_the_rate_and_one_of_them_has_the_gradient(
-    rate: float, gates: list[float], slope: int | None
-) -> None:
-    rate_ = torch.tensor(rate, dtype=torch.float64, requires_grad=True)
-    found = ops.step_gates(rate_, 4)
-    torch.testing.assert_close(found.detach(), torch.tensor(gates, dtype=torch.float64))
-    slopes = [torch.autograd.grad(gate, rate_, retain_graph=True)[0].item() for gate in found]
-    assert slopes == [float(step == slope) for step in range(4)]
-
-
-def test_whole_gates_are_the_plain_loop() -> None:
-    s = similarity()
-    for r in range(6):
-        gates = ops.step_gates(torch.tensor(float(r), dtype=torch.float64), r + 1)
-        assert torch.equal(ops.soft_group(s, r + 1, gates=gates), ops.soft_group(s, r))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 def assert_is_oracle(metric: torch.Tensor, r: int, prefix: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 @given(st.integers(0, 3), st.integers(0, 9), st.data())

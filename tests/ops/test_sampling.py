@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 
 @pytest.mark.parametrize("ascending", [True, False])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtem import ops
-from dtem.types import DtemError
+from dtem.errors import DtemError
 
 PREFIXES = pytest.mark.parametrize("prefix", [0, 1, 2, 5])
 

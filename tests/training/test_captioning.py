@@ -7,19 +7,18 @@ import shutil
 import pytest
 import timm
 import torch
-from timm.data.config import resolve_data_config
 
 import dtem
-from dtem.hosts.captioner import captioner
-from dtem.tasks.captioning.loading import load
-from dtem.tasks.captioning.loss import readings
+from benchmarks.reproduce.captioner import captioner
+from dtem.data.preprocessing import resolve_data_config
+from dtem.errors import DtemError
+from dtem.models.git import load
+from dtem.tasks.captioning.loss import fisher_probes
 from dtem.training import captioning
-from dtem.training.config import build
-from dtem.training.loop import train
-from dtem.types import DtemError
+from dtem.training.config import TrainConfig
 from tasks.captioning.small import write_captioner, write_pictures
 
-PLAIN = {"task": "captioning", "workers": 0, "batch": 4, "r": "9", "eval_r": "9", "beams": 1, "longest": 4}
+PLAIN = {"workers": 0, "batch_size": 4, "r": "9", "eval_r": "9", "num_beams": 1, "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +44,14 @@ def _no_java(monkeypatch):
         return written
 
     monkeypatch.setattr(captioning.metric, "check", dict)
-    monkeypatch.setattr(captioning.evaluate, "scored", scored)
+    monkeypatch.setattr(captioning, "with_scores", scored)
 
 
 def trained(host, folder, out, **settings):
     model = copy.deepcopy(host)
     data = f"{folder}/captions.json"
     values = PLAIN | {"data": f"{data}#train", "eval_data": f"{data}#val", "updates": 3, "out": str(out)} | settings
-    return model, train(model, build(values), resolve_data_config(model=model))
+    return model, dtem.train(model, values.pop("data"), **values)
 
 
 def changed(model, host):
@@ -62,7 +61,7 @@ def changed(model, host):
 
 @pytest.mark.parametrize(("loss", "captions"), [("task", 1), ("both", 2)])
 def test_modular_training_changes_the_embeddings_alone(host, folder, tmp_path, loss, captions):
-    model, result = trained(host, folder, tmp_path / "run", loss=loss, captions=captions, lr=1e-2)
+    model, result = trained(host, folder, tmp_path / "run", loss=loss, captions_per_image=captions, lr=1e-2)
     assert changed(model, host) == set()
     untrained = dtem.patch(copy.deepcopy(host)).method.state_dict()
     learned = result.handle.method.state_dict()
@@ -70,31 +69,32 @@ def test_modular_training_changes_the_embeddings_alone(host, folder, tmp_path, l
     assert set(result.metrics["9"]) == {"CIDEr", "BLEU-4", "loss"}
     again = dtem.from_pretrained(tmp_path / "run" / "adapter.safetensors", copy.deepcopy(host), r=9)
     assert (
-        json.loads(dtem.storage.read(tmp_path / "run" / "adapter.safetensors")[0]["notes"]["trained_on"])[0] == "0.png"
+        json.loads(dtem.adapters.storage.read(tmp_path / "run" / "adapter.safetensors")[0]["notes"]["trained_on"])[0]
+        == "0.png"
     )
     assert again.r == 9
 
 
-def test_merges_are_priced_by_the_words_they_change(host, folder, tmp_path):
-    pricing = {"loss": "distill", "options": {"priced": True}, "captions": 2}
-    model, result = trained(host, folder, tmp_path, **pricing, lr=1e-2, updates=12, eval_data="")
+def test_the_fisher_loss_trains_embeddings_alone(host, folder, tmp_path):
+    fisher = {"loss": "distill", "options": {"fisher": True}, "captions_per_image": 2}
+    model, result = trained(host, folder, tmp_path, **fisher, lr=1e-2, updates=12, eval_data="")
     assert changed(model, host) == set()
     untrained = dtem.patch(copy.deepcopy(host)).method.state_dict()
     learned = result.handle.method.state_dict()
     assert all(not torch.equal(part, learned[name]) for name, part in untrained.items() if name.endswith("weight"))
 
 
-def test_readings_price_a_word_on_average():
+def test_fisher_probes_have_the_variance_of_a_word_on_average():
     """Twice the captions of an image, or padding behind them, does not change what its merges cost."""
     torch.manual_seed(0)
     logits = torch.randn(2, 7, 5)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    found = readings(logits, mask, 20000, images=2)
+    found = fisher_probes(logits, mask, 20000, images=2)
     words = logits[:, -4:-1][mask[:, 1:].bool()]
     p = words.softmax(-1)
-    spread = (p * words.square()).sum(-1) - (p * words).sum(-1).square()  # the variance of a word's own reading
+    spread = (p * words.square()).sum(-1) - (p * words).sum(-1).square()  # the variance of a word's own probe
     assert found.var().item() == pytest.approx(spread.sum().item() * 2 / len(words), rel=0.1)
-    again = readings(logits.repeat(2, 1, 1), mask.repeat(2, 1), 20000, images=2)
+    again = fisher_probes(logits.repeat(2, 1, 1), mask.repeat(2, 1), 20000, images=2)
     assert again.var().item() == pytest.approx(found.var().item(), rel=0.1)
 
 
@@ -102,16 +102,16 @@ def test_the_loss_of_captions_goes_down(host, folder, tmp_path):
     """Over the same four images: what embeddings learn from words makes those words likelier."""
     found = {}
     for lr in (1e-9, 3e-2):
-        model, _ = trained(host, folder, tmp_path / str(lr), lr=lr, updates=12, captions=2, eval_data="")
+        model, _ = trained(host, folder, tmp_path / str(lr), lr=lr, updates=12, captions_per_image=2, eval_data="")
         source = captioning.open_captions(f"{folder}/captions.json#train")
-        loader = captioning.Loader(source, captioning.eval_transform(resolve_data_config(model=model)), 4)
-        ready = {"9": lambda model=model: model}
-        found[lr] = captioning.evaluate.compete(ready, loader, source.items, build(PLAIN).style)["9"].loss
+        loader = captioning.Loader(source, captioning.eval_transform(resolve_data_config(model)), 4)
+        variants = {"9": captioning.evaluator.captioner(model, 1, 4)}
+        found[lr] = captioning.evaluator.run_variants(variants, loader, source.items)["9"].loss
     assert found[3e-2] < found[1e-9]
 
 
 def test_end_to_end_training_alternates(host, folder, tmp_path):
-    model, _ = trained(host, folder, tmp_path / "run", mode="end-to-end", every=2, host_r="5", host_lr=1e-3)
+    model, _ = trained(host, folder, tmp_path / "run", mode="end-to-end", embedding_every=2, host_r="5", host_lr=1e-3)
     assert {name.partition(".")[0] for name in changed(model, host)} == {"git", "output"}
     assert (tmp_path / "run" / "model.safetensors").is_file()
     untrained = dtem.patch(copy.deepcopy(host)).method.state_dict()
@@ -131,21 +131,24 @@ def test_the_best_is_that_of_the_highest_cider(host, folder, tmp_path, monkeypat
         written.scores = captioning.metric.Scores({"CIDEr": next(values), "BLEU-4": 1.0}, {}, [])
         return written
 
-    monkeypatch.setattr(captioning.evaluate, "scored", scored)
+    monkeypatch.setattr(captioning, "with_scores", scored)
     trained(host, folder, tmp_path / "run", eval_every=1, lr=1e-2)
-    best = dtem.storage.read(tmp_path / "run" / "best.safetensors")[0]
+    best = dtem.adapters.storage.read(tmp_path / "run" / "best.safetensors")[0]
     assert best["notes"]["updates"] == "2"
 
 
 def test_captions_are_drawn_by_the_seed_and_not_twice(folder):
     task = captioning.Captioning.__new__(captioning.Captioning)
-    task.config, task.source = build(PLAIN | {"captions": 2}), captioning.open_captions(f"{folder}/captions.json#train")
+    task.config, task.source = (
+        TrainConfig.from_dict(PLAIN | {"captions_per_image": 2}),
+        captioning.open_captions(f"{folder}/captions.json#train"),
+    )
     batch = captioning.Batch(torch.zeros(4, 3, 32, 32), torch.arange(4), task.source.names)
-    drawn = task._drawn(batch, 5)
-    assert drawn == task._drawn(batch, 5)
+    drawn = task.draw_captions(batch, 5)
+    assert drawn == task.draw_captions(batch, 5)
     for index, item in enumerate(task.source.items):
         assert {drawn[index], drawn[index + 4]} == set(item.captions)
-    assert len({tuple(task._drawn(batch, seed)) for seed in range(8)}) > 1
+    assert len({tuple(task.draw_captions(batch, seed)) for seed in range(8)}) > 1
 
 
 def test_what_cannot_learn_of_a_captioner_on_a_plain_vit_stays(folder, tmp_path):
@@ -165,12 +168,12 @@ def test_what_cannot_learn_of_a_captioner_on_a_plain_vit_stays(folder, tmp_path)
 
 
 def test_checkpointing_is_refused(host, folder, tmp_path):
-    with pytest.raises(DtemError, match="checkpointing does not go with captioning"):
-        trained(host, folder, tmp_path, checkpointing=True)
+    with pytest.raises(DtemError, match="grad_checkpointing = True is not available for captioning"):
+        trained(host, folder, tmp_path, grad_checkpointing=True)
 
 
 def test_what_is_missing_is_said_early(host, folder, tmp_path):
-    with pytest.raises(DtemError, match=r"no captions to train on.*--data"):
+    with pytest.raises(DtemError, match=r"no training data.*captions.json"):
         trained(host, folder, tmp_path / "a", data="")
     bare = copy.deepcopy(host)
     del bare.tokenizer

@@ -13,19 +13,14 @@ from safetensors.torch import save_file
 import dtem
 from contract.hosts import lively
 from dtem.cli import main
-from dtem.tasks.classification import data, sources
-from dtem.training.config import build
-from dtem.training.loop import train
-from dtem.types import DtemError
+from dtem.data import loader, sources, transforms
+from dtem.data.preprocessing import resolve_data_config
+from dtem.errors import DtemError
+from dtem.training.config import TrainConfig
+
+from .test_loop import train
 
 MODEL = "test_vit"
-CONFIG = {
-    "input_size": (3, 160, 160),
-    "mean": (0.5, 0.5, 0.5),
-    "std": (0.5, 0.5, 0.5),
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encoder(folder: Path) -> torch.nn.Module:
-    from dtem.cli.weights import load_weights
+    from dtem.models.weights import load_weights
 
     model = timm.create_model(MODEL, num_classes=0).eval()
     load_weights(model, folder / "w.safetensors")
@@ -55,19 +50,28 @@ def encoder(folder: Path) -> torch.nn.Module:
 
 def settings(folder: Path, out: Path, **changes):
     plain = {"mixup": 0.0, "cutmix": 0.0, "auto": "", "erasing": 0.0, "crop": "none", "flip": False, "workers": 0}
-    base = {"data": str(folder / "photos"), "out": str(out), "loss": "distill", "batch": 12, "updates": 12, "r": "30"}
-    return build({**plain, **base, "lr": 1e-2, **changes})
+    base = {
+        "data": str(folder / "photos"),
+        "out": str(out),
+        "loss": "distill",
+        "batch_size": 12,
+        "updates": 12,
+        "r": "30",
+    }
+    return TrainConfig.from_dict({**plain, **base, "lr": 1e-2, **changes})
 
 
 def test_features_are_learned_without_labels(folder: Path, tmp_path: Path) -> None:
     model = encoder(folder)
-    handle = train(model, settings(folder, tmp_path / "run"), CONFIG).handle
+    handle = train(model, settings(folder, tmp_path / "run")).handle
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert 0 < losses[0] < 2, "1 − cosine"
     assert min(losses[-3:]) < 0.9 * losses[0]
     # The first loss is that of untrained embeddings, softly merged, against the host's own features.
-    loader = data.Loader(sources.open_source(str(folder / "photos")), data.eval_transform(CONFIG), 12)
-    images = next(iter(loader.epoch(0))).images
+    batches = loader.Loader(
+        sources.open_source(str(folder / "photos")), transforms.eval_transform(resolve_data_config(encoder(folder))), 12
+    )
+    images = next(iter(batches.epoch(0))).images
     plain, soft = encoder(folder), dtem.patch(encoder(folder), r=30)
     soft.mode = "soft"
     with torch.no_grad():
@@ -78,19 +82,19 @@ def test_features_are_learned_without_labels(folder: Path, tmp_path: Path) -> No
 
 def test_labels_that_the_model_has_no_classes_for_are_not_mixed(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, tmp_path, data=str(folder / "bank"), mixup=0.8, cutmix=1.0, updates=1)
-    assert train(encoder(folder), config, CONFIG).updates == 1
+    assert train(encoder(folder), config).updates == 1
 
 
 @pytest.mark.parametrize("changes", [{"loss": "task"}, {"loss": "both"}, {"eval_data": "bank"}])
 def test_what_needs_a_classifier_is_refused(folder: Path, tmp_path: Path, changes: dict[str, str]) -> None:
     changes = {name: str(folder / value) if name == "eval_data" else value for name, value in changes.items()}
-    with pytest.raises(DtemError, match=r"no classifier.*--loss distill.*--knn"):
-        train(encoder(folder), settings(folder, tmp_path / "no", data=str(folder / "bank"), **changes), CONFIG)
+    with pytest.raises(DtemError, match=r"no classifier.*loss = 'distill'.*--knn"):
+        train(encoder(folder), settings(folder, tmp_path / "no", data=str(folder / "bank"), **changes))
 
 
 def test_nearest_neighbours_at_each_r(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["eval", "--model", MODEL, "--weights", folder / "w.safetensors", "--data", folder / "val"]
-    argv += ["--knn", folder / "bank", "--neighbours", 3, "--r", "8", "--batch", 4, "--json"]
+    argv += ["--knn", folder / "bank", "--num-neighbours", 3, "--r", "8", "--batch-size", 4, "--json"]
     assert main([str(part) for part in argv]) == 0, capsys.readouterr().err
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["method"], row["r"]) for row in rows] == [("unmerged", "0"), ("tome", "8")]
@@ -103,11 +107,11 @@ def test_nearest_neighbours_at_each_r(folder: Path, capsys: pytest.CaptureFixtur
 
 def _accuracy(model: torch.nn.Module, folder: Path) -> float:
     """The share of pictures that most of their three nearest ones, by votes, are right about: with loops."""
-    config = timm.data.resolve_data_config(model=model)
+    config = resolve_data_config(model)
     known = {}
     for split in ("bank", "val"):
-        loader = data.Loader(sources.open_source(str(folder / split)), data.eval_transform(config), 64)
-        batch = next(iter(loader.epoch(0)))
+        batches = loader.Loader(sources.open_source(str(folder / split)), transforms.eval_transform(config), 64)
+        batch = next(iter(batches.epoch(0)))
         with torch.no_grad():
             known[split] = torch.nn.functional.normalize(model(batch.images), dim=1), batch.labels.tolist()
     right = 0

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 import dtem
+from dtem.errors import DtemError
 from dtem.methods import Method
-from dtem.training.loop import train
-from dtem.types import DtemError
 
 from . import test_loop
-from .test_loop import CONFIG, model, settings, state
+from .test_loop import model, settings, state, train
 
 images = test_loop.images
 
@@ -31,7 +30,7 @@ def changed(before: dict[str, torch.Tensor], host: nn.Module) -> set[str]:
 def test_predictors_learn_beside_a_frozen_host(images: Path, tmp_path: Path, loss: str) -> None:
     host = model()
     before = state(host)
-    result = train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/4", loss=loss, accumulate=2), CONFIG)
+    result = train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/4", loss=loss, grad_accum_steps=2))
     assert changed(before, host) == set()
     untrained = dtem.patch(model(), "dynamicvit").method
     moved = {name.split(".")[1] for name in changed(state(untrained), result.handle.method)}
@@ -52,13 +51,13 @@ def test_own_losses_are_part_of_what_is_minimised(
     for weight in (0.01, 1.0):
         folder = tmp_path / str(weight)
         config = settings(images, folder, method="dynamicvit", r="0/8/0", updates=1, options={"ratio_weight": weight})
-        train(model(), config, CONFIG)
+        train(model(), config)
         seen.append(lines(folder)[0])
     less, more = seen
     assert more["loss/ratio"] == pytest.approx(100 * less["loss/ratio"], rel=1e-4)
     assert more["loss"] - less["loss"] == pytest.approx(more["loss/ratio"] - less["loss/ratio"], rel=1e-3)
     monkeypatch.setattr(Method, "losses", lambda self, tokens: {})
-    train(model(), settings(images, tmp_path / "dtem", updates=1), CONFIG)
+    train(model(), settings(images, tmp_path / "dtem", updates=1))
     assert not [name for name in lines(tmp_path / "dtem")[0] if name.startswith("loss/")]
 
 
@@ -76,7 +75,7 @@ def test_what_is_random_in_a_method_is_so_beside_a_host_in_eval_mode(
 
     monkeypatch.setattr(DynamicVit, "_mask", watch)
     host = model()
-    train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/0", updates=2), CONFIG)
+    train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/0", updates=2))
     assert seen == [True, True]
     assert not any(module.training for module in host.modules())
 
@@ -85,8 +84,8 @@ def test_checkpointing_changes_nothing(images: Path, tmp_path: Path) -> None:
     hosts = []
     for again in (False, True):
         host = model()
-        config = settings(images, tmp_path / str(again), method="dynamicvit", r="0/4/4", checkpointing=again)
-        train(host, config, CONFIG)
+        config = settings(images, tmp_path / str(again), method="dynamicvit", r="0/4/4", grad_checkpointing=again)
+        train(host, config)
         hosts.append(state(host))
     for name, tensor in hosts[0].items():
         torch.testing.assert_close(hosts[1][name], tensor, rtol=1e-4, atol=1e-5)
@@ -95,8 +94,8 @@ def test_checkpointing_changes_nothing(images: Path, tmp_path: Path) -> None:
 def test_predictors_and_host_take_turns(images: Path, tmp_path: Path) -> None:
     host = model()
     before = state(host)
-    changes = {"mode": "end-to-end", "every": 2, "updates": 2, "r": "0/4/4", "host_r": "0/4/2"}
-    train(host, settings(images, tmp_path, method="dynamicvit", **changes), CONFIG)
+    changes = {"mode": "end-to-end", "embedding_every": 2, "updates": 2, "r": "0/4/4", "host_r": "0/4/2"}
+    train(host, settings(images, tmp_path, method="dynamicvit", **changes))
     assert changed(before, host)
     assert ["loss/ratio" in line for line in lines(tmp_path)] == [True, False]
 
@@ -115,7 +114,7 @@ def test_rates_are_learned_and_left_behind(images: Path, tmp_path: Path) -> None
         eval_r="learned,2",
         options={"flops_weight": 1e8, "step": 1},
     )
-    result = train(host, config, CONFIG)
+    result = train(host, config)
     assert changed(before, host) == set()
     found = [line["loss/flops"] for line in lines(tmp_path) if "loss/flops" in line]
     assert found[-1] < found[0]
@@ -139,5 +138,5 @@ def test_a_schedule_that_cannot_be_is_found_before_the_first_update(
     images: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DtemError, match=message):
-        train(model(), settings(images, tmp_path, eval_data=str(images), **changes), CONFIG)
+        train(model(), settings(images, tmp_path, eval_data=str(images), **changes))
     assert not (tmp_path / "log.jsonl").exists()

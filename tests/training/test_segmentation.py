@@ -10,15 +10,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dtem
-from dtem.hosts.segmenter import LinearDecoder, Segmenter, plain_encoder
-from dtem.tasks.segmentation.loss import readings
-from dtem.training.config import TrainConfig, build, flat, presets, resolve
-from dtem.training.loop import train
-from dtem.training.tasks import TASKS, open_task
-from dtem.types import DtemError
+from dtem.errors import DtemError
+from dtem.models.segmenter import LinearDecoder, Segmenter, plain_encoder
+from dtem.tasks.segmentation.loss import fisher_probes
+from dtem.training.config import TrainConfig, presets, resolve
 from tasks.segmentation.scenes import folder
 
-CONFIG: dict[str, Any] = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+from .test_loop import state, train
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +30,16 @@ def model(classes: int = 3) -> nn.Module:
 
 
 def settings(scenes: Path, out: Path, **changes: Any) -> TrainConfig:
-    base = {"task": "segmentation", "data": str(scenes), "out": str(out), "batch": 3, "updates": 4, "workers": 0}
+    base = {"data": str(scenes), "out": str(out), "batch_size": 3, "updates": 4, "workers": 0}
     base |= {"r": "40%", "lr": 1e-2, "host_lr": 1e-3, "options": {"relaxed": 3}, "drop_path": 0.0}
-    return build({**base, **changes})
-
-
-def state(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: part.clone() for name, part in module.state_dict().items()}
+    return TrainConfig.from_dict({**base, **changes})
 
 
 def test_modular_changes_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
     host = model()
     before = state(host)
     config = settings(scenes, tmp_path, eval_data=str(scenes), eval_r="0,40%", eval_every=2)
-    result = train(host, config, CONFIG)
+    result = train(host, config)
     after = state(host)
     assert all(torch.equal(before[name], after[name]) for name in before)
     start = state(dtem.patch(model(), relaxed=3).model)
@@ -63,7 +57,7 @@ def test_modular_changes_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.model.eval()(x), host(x))
 
 
-def test_sensing_starts_from_what_the_output_is_sensitive_to(scenes: Path, tmp_path: Path) -> None:
+def test_fisher_initialisation_ignores_what_the_output_does_not_depend_on(scenes: Path, tmp_path: Path) -> None:
     """Two channels of each component's input that its weights pass over have no part in its embedding."""
 
     def blind() -> nn.Module:
@@ -74,29 +68,29 @@ def test_sensing_starts_from_what_the_output_is_sensitive_to(scenes: Path, tmp_p
         return host
 
     host = blind()
-    config = settings(scenes, tmp_path / "a", sense=2, updates=0, epochs=0)
-    handle = train(host, config, CONFIG).handle
+    config = settings(scenes, tmp_path / "a", fisher_init=2, updates=0, epochs=0)
+    handle = train(host, config).handle
     for embedding in handle.method.embeddings:
         weight = embedding.affine.weight
         assert weight[:, :2].abs().max() < 1e-4 * weight.abs().max()
         assert weight[-1].abs().max() < 1e-6, "the last channel is the same for all"
-    assert not handle.method.sensing
+    assert not handle.method.collecting_fisher
     kept = dtem.from_pretrained(tmp_path / "a" / "adapter.safetensors", blind())
     assert torch.equal(kept.method.embeddings[3].affine.weight, handle.method.embeddings[3].affine.weight)
-    again = train(blind(), settings(scenes, tmp_path / "b", sense=2, updates=0, epochs=0), CONFIG).handle
+    again = train(blind(), settings(scenes, tmp_path / "b", fisher_init=2, updates=0, epochs=0)).handle
     for one, other in zip(handle.method.parameters(), again.method.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_who_cannot_sense_says_so(scenes: Path, tmp_path: Path) -> None:
-    with pytest.raises(DtemError, match="leave checkpointing out"):
-        settings(scenes, tmp_path, sense=2, checkpointing=True)
+def test_fisher_initialisation_that_cannot_be_is_refused(scenes: Path, tmp_path: Path) -> None:
+    with pytest.raises(DtemError, match="leave grad_checkpointing out"):
+        settings(scenes, tmp_path, fisher_init=2, grad_checkpointing=True)
     with pytest.raises(DtemError, match=r"epochs = 0\.0 must be more than 0"):
         settings(scenes, tmp_path, epochs=0)
-    with pytest.raises(DtemError, match="'dtem' on a Segmenter, not with 'tome' on tiny: leave it out"):
-        train(model(), settings(scenes, tmp_path / "a", sense=1, mode="finetune", method="tome", options={}), CONFIG)
-    with pytest.raises(DtemError, match="only an embedding of one layer can start by sensing"):
-        train(model(), settings(scenes, tmp_path, sense=1, options={"hidden": (8,)}), CONFIG)
+    with pytest.raises(DtemError, match="'dtem' on a Segmenter, not for 'tome' on tiny: leave it out"):
+        train(model(), settings(scenes, tmp_path / "a", fisher_init=1, mode="finetune", method="tome", options={}))
+    with pytest.raises(DtemError, match="Fisher initialisation needs an embedding of one layer"):
+        train(model(), settings(scenes, tmp_path, fisher_init=1, options={"hidden": (8,)}))
 
 
 def test_the_host_learns_without_merging(scenes: Path, tmp_path: Path) -> None:
@@ -109,7 +103,7 @@ def test_the_host_learns_without_merging(scenes: Path, tmp_path: Path) -> None:
         options={},
         r="0",
         updates=60,
-        batch=6,
+        batch_size=6,
         host_lr=3e-3,
         eval_data=str(scenes),
         eval_r="0",
@@ -117,7 +111,7 @@ def test_the_host_learns_without_merging(scenes: Path, tmp_path: Path) -> None:
         photometric=False,
         scales=(1.0, 1.0),
     )
-    result = train(host, config, CONFIG)
+    result = train(host, config)
     assert result.metrics["0"]["miou"] > 50, "three colours are learned in no time"
     assert (tmp_path / "best_model.safetensors").exists()
     fresh = model()
@@ -129,36 +123,36 @@ def test_self_distillation_lowers_what_merging_costs(scenes: Path, tmp_path: Pat
     with torch.no_grad():
         host.decoder.head.weight.mul_(50)
     config = settings(
-        scenes, tmp_path, loss="distill", updates=30, batch=6, scales=(1.0, 1.0), photometric=False, flip=False
+        scenes, tmp_path, loss="distill", updates=30, batch_size=6, scales=(1.0, 1.0), photometric=False, flip=False
     )
-    train(host, config, CONFIG)
+    train(host, config)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(losses) == 30
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
 
 
-def test_merges_are_priced_by_the_pixels_they_change(scenes: Path, tmp_path: Path) -> None:
-    changes = {"loss": "distill", "options": {"priced": True}, "updates": 8, "lr": 1e-2}
+def test_the_fisher_loss_trains_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
+    changes = {"loss": "distill", "options": {"fisher": True}, "updates": 8, "lr": 1e-2}
     host = model()
     before = state(host)
-    learned = train(host, settings(scenes, tmp_path, **changes), CONFIG).handle.method.state_dict()
+    learned = train(host, settings(scenes, tmp_path, **changes)).handle.method.state_dict()
     assert all(torch.equal(part, state(host)[name]) for name, part in before.items())
-    untrained = dtem.patch(model(), "dtem", priced=True).method.state_dict()
+    untrained = dtem.patch(model(), "dtem", fisher=True).method.state_dict()
     assert all(not torch.equal(part, learned[name]) for name, part in untrained.items() if name.endswith("weight"))
 
 
-def test_readings_price_a_pixel_on_average() -> None:
+def test_fisher_probes_have_the_variance_of_a_pixel_on_average() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 4, 5)
-    found = readings(logits, 20000)
+    found = fisher_probes(logits, 20000)
     p = logits.softmax(1)
-    spread = (p * logits.square()).sum(1) - (p * logits).sum(1).square()  # the variance of one pixel's own reading
+    spread = (p * logits.square()).sum(1) - (p * logits).sum(1).square()  # the variance of one pixel's own probe
     assert found.var().item() == pytest.approx(2 * spread.mean().item(), rel=0.1)
 
 
-@pytest.mark.parametrize("sense", [0, 2])
-def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, monkeypatch, sense: int) -> None:
-    train(model(), settings(scenes, tmp_path / "whole", updates=5, save_every=2, sense=sense), CONFIG)
+@pytest.mark.parametrize("fisher_init", [0, 2])
+def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, monkeypatch, fisher_init: int) -> None:
+    train(model(), settings(scenes, tmp_path / "whole", updates=5, save_every=2, fisher_init=fisher_init))
 
     from dtem.training import segmentation
 
@@ -172,38 +166,27 @@ def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(segmentation.Segmentation, "loss", stopping)
     with pytest.raises(KeyboardInterrupt):
-        train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, sense=sense), CONFIG)
+        train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, fisher_init=fisher_init))
     monkeypatch.setattr(segmentation.Segmentation, "loss", real)
-    train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, sense=sense), CONFIG)
+    train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, fisher_init=fisher_init))
     whole, parts = (load_file(tmp_path / name / "adapter.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_classes_of_data_and_model_must_agree(scenes: Path, tmp_path: Path) -> None:
-    with pytest.raises(DtemError, match="3 classes, the model 4: build it with --classes 3"):
-        train(model(4), settings(scenes, tmp_path), CONFIG)
-    with pytest.raises(DtemError, match="no training images"):
-        train(model(), settings(scenes, tmp_path, data=""), CONFIG)
-
-
-def test_tasks_by_name(tmp_path: Path) -> None:
-    assert {"classification", "segmentation"} <= set(TASKS)
-    with pytest.raises(DtemError, match="task = 'poetry' is not known"):
-        build({"task": "poetry"})
-    assert flat(build({"task": "segmentation", "short_side": 512}))["short_side"] == 512
-    object.__setattr__(config := build({}), "task", "poetry")
-    with pytest.raises(DtemError, match=r"'poetry' cannot be trained; choose one of: .*segmentation"):
-        open_task(config, model(), CONFIG, None)
+    with pytest.raises(DtemError, match="3 classes, the model 4: build it with num_classes = 3"):
+        train(model(4), settings(scenes, tmp_path))
+    with pytest.raises(DtemError, match="no training data"):
+        train(model(), settings(scenes, tmp_path, data=""))
 
 
 @pytest.mark.parametrize("name", ["segmenter", "segmenter_host", "segmenter_few"])
 def test_presets(name: str) -> None:
     assert name in presets()
     config, host = resolve(name)
-    assert config.task == "segmentation"
     assert (config.r, config.mode) == (("0", "finetune") if name == "segmenter_host" else ("40%", "modular"))
     if name == "segmenter":
-        assert (config.updates, config.batch, config.lr, config.min_lr, config.weight_decay) == (
+        assert (config.updates, config.batch_size, config.lr, config.min_lr, config.weight_decay) == (
             40000,
             8,
             1e-4,
@@ -211,4 +194,4 @@ def test_presets(name: str) -> None:
             1e-4,
         )
         assert host["name"] == "seg_s_mask_16"
-        assert config.views.short_side == 512
+        assert config.cropping.short_side == 512

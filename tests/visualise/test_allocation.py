@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 from dtem.visualise.allocation import allocate, by_attention, by_mask
 
 

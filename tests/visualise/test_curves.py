@@ -1,13 +1,12 @@
 """The plot: every point in it, the same bytes every time, no window system and no global state."""
 
-import builtins
 import re
 import subprocess
 import sys
 
 import pytest
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 from dtem.visualise import curves
 from dtem.visualise.curves import Point
 
@@ -61,16 +60,3 @@ def test_mistakes() -> None:
         curves.draw(LINES, form="gif")
     with pytest.raises(DtemError, match="nothing to plot"):
         curves.draw({"tome": []})
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = builtins.__import__
-
-    def missing(name: str, *args: object, **kwargs: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return plain(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(DtemError, match=r"dtem\[plot\]"):
-        curves.check()

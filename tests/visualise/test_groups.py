@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 from dtem.visualise import groups
 
 BLACK, WHITE, RED = (0, 0, 0), (255, 255, 255), (255, 0, 0)
@@ -81,15 +81,6 @@ def test_oblong_grids() -> None:
     assert (drawn[..., 0] == image).all()
 
 
-def test_svg_has_the_colours_and_the_borders() -> None:
-    root = ElementTree.fromstring(groups.groups_svg(grey_image(), [5, 5, 9, 5], (2, 2), line=RED))
-    paths = [element.attrib for element in root]
-    assert [path["fill"] for path in paths] == ["#181818", "#1e1e1e", "none"]
-    assert paths[1]["d"] == "M0 1h1v1h-1z"
-    assert paths[2]["stroke"] == "#ff0000"
-    assert paths[2]["d"] == "M0 1h1" + "M1 1v1"
-
-
 def test_dropped_patches_are_dimmed_and_hatched_and_share_no_colour() -> None:
     image = np.array([[100, 200, 50, 90]], dtype=np.uint8).repeat(12, axis=0).repeat(12, axis=1)
     drawn = np.asarray(groups.draw_groups(image, [-1, -1, 4, 4], (1, 4), scale=1, line=RED))
@@ -104,16 +95,6 @@ def test_dropped_patches_are_dimmed_and_hatched_and_share_no_colour() -> None:
                 assert colour == list(groups.HATCH)
             else:
                 assert colour == [30 if x < 12 else 60] * 3  # 0.3 of its own brightness, not of the two's mean
-
-
-def test_svg_shows_dropped_patches() -> None:
-    root = ElementTree.fromstring(groups.groups_svg(grey_image(), [-1, 7, -1, 7], (2, 2), line=RED))
-    paths = [element.attrib for element in root]
-    dim = {"#030303": "M0 0h1v1h-1z", "#090909": "M0 1h1v1h-1z"}  # 0.3 of 10 and of 30
-    assert {path["fill"]: path["d"] for path in paths[:2]} == dim
-    assert (paths[2]["fill"], paths[3]["stroke"]) == ("#1e1e1e", "#969696")  # the mean of 20 and 41; the hatching
-    assert paths[3]["d"] == "M0 1l1 -1" + "M0 2l1 -1"
-    assert paths[4]["d"] == "M1 0v1" + "M1 1v1"
 
 
 def test_figure_holds_the_pictures_and_their_captions() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 from dtem.visualise.masks import overlay
 
 COLOURS = ((200, 0, 0), (0, 100, 0))
@@ -11,7 +11,7 @@ COLOURS = ((200, 0, 0), (0, 100, 0))
 
 def test_colours_are_mixed_where_there_is_a_class() -> None:
     pixels = np.full((2, 3, 3), 100, np.uint8)
-    found = np.asarray(overlay(pixels, np.array([[0, 1, -1], [1, -1, 0]]), COLOURS, share=0.25))
+    found = np.asarray(overlay(pixels, np.array([[0, 1, -1], [1, -1, 0]]), COLOURS, opacity=0.25))
     assert found[0, 0].tolist() == [125, 75, 75]
     assert found[0, 1].tolist() == [75, 100, 75]
     assert found[0, 2].tolist() == [100, 100, 100]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dtem.types import DtemError
+from dtem.errors import DtemError
 from dtem.visualise.sheet import sheet
 
 

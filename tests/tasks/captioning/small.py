@@ -5,8 +5,8 @@ import json
 import torch
 from PIL import Image
 
-from adapters.gits import tiny_git
-from dtem.tasks.captioning import words
+from benchmarks.reproduce.tokenizer import build
+from integrations.gits import tiny_git
 
 CAPTIONS = [
     ("a dog runs on the grass .", "a brown dog runs"),
@@ -33,7 +33,7 @@ def write_pictures(folder, splits=("train", "train", "train", "train", "val", "t
 
 def write_captioner(folder):
     """A tiny GIT with a tokenizer, as transformers saves them."""
-    tokenizer = words.build((caption for captions in CAPTIONS for caption in captions), least=1)
+    tokenizer = build((caption for captions in CAPTIONS for caption in captions), least=1)
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = tiny_git(vocab_size=len(tokenizer), **special)
     model.save_pretrained(folder)

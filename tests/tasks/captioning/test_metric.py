@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
+from dtem.errors import DtemError
 from dtem.tasks.captioning import metric
-from dtem.tasks.captioning.data import open_captions
-from dtem.types import DtemError
+from dtem.tasks.captioning.captions import open_captions
 
 pytest.importorskip("pycocoevalcap")
 java = pytest.mark.skipif(shutil.which("java") is None, reason="the PTB tokenizer and METEOR need Java")
@@ -50,7 +50,7 @@ def test_a_java_that_does_not_run_is_none(monkeypatch, tmp_path):
 
 def test_spice_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(metric.shutil, "which", lambda name: "/usr/bin/java")
-    monkeypatch.setattr(metric, "_answers", lambda java: True)
+    monkeypatch.setattr(metric, "_runs", lambda java: True)
     monkeypatch.setattr(metric, "CORENLP", "not-there.jar")
     assert metric.check() == {"SPICE": "needs Stanford CoreNLP"}
     assert "get_stanford_models" in metric.HELP["needs Stanford CoreNLP"]
@@ -76,14 +76,3 @@ def test_spice_is_wired(monkeypatch):
 def test_captions_of_other_images_are_refused():
     with pytest.raises(DtemError, match="same images"):
         metric.score({"a": "a dog"}, {"b": ["the dog"]})
-
-
-def test_the_bootstrap_knows_what_noise_is():
-    generator = np.random.default_rng(0)
-    a = generator.normal(size=400)
-    better = metric.bootstrap(a, a + 0.5 + 0.1 * generator.normal(size=400))
-    assert better.low < better.value < better.high
-    assert better.low > 0.45
-    half = 1.96 * np.std(a) / 20
-    alike = metric.bootstrap(np.zeros(400), a)
-    assert alike.high - alike.low == pytest.approx(2 * half, rel=0.1)

@@ -1,9 +1,11 @@
 """Losses against their definitions, written out."""
 
+import math
+
 import pytest
 import torch
 
-from dtem.tasks.classification.loss import distill_loss, task_loss
+from dtem.tasks.classification.loss import distill_loss, feature_loss, task_loss
 
 
 @pytest.fixture
@@ -36,3 +38,12 @@ def test_distillation_is_a_divergence(logits: torch.Tensor, temperature: float) 
     expected = (p * (p / q).log()).sum(1).mean() * temperature**2
     torch.testing.assert_close(distill_loss(logits, teacher, temperature), expected)
     assert distill_loss(logits, logits, temperature).abs() < 1e-12
+
+
+def test_features_that_point_the_same_way_are_no_loss():
+    features = torch.randn(5, 7)
+    assert float(feature_loss(3 * features, features)) == pytest.approx(0.0, abs=1e-6)
+    assert float(feature_loss(-features, features)) == pytest.approx(2.0, abs=1e-6)
+    one = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    other = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert float(feature_loss(one, other)) == pytest.approx(1 - (0 + math.sqrt(0.5)) / 2, abs=1e-6)

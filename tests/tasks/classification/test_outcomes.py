@@ -2,14 +2,14 @@
 
 import json
 import math
-from fractions import Fraction
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from dtem.tasks.classification.outcomes import Outcomes, difference, mcnemar, paired, pool
-from dtem.types import DtemError
+from dtem.errors import DtemError
+from dtem.tasks.classification.outcomes import Outcomes, paired
+from dtem.tasks.outcome_files import pool
 
 
 def outcomes(right: str, losses: list[float] | None = None, names: str | None = None) -> Outcomes:
@@ -187,41 +187,6 @@ def test_the_interval_is_that_of_a_bootstrap() -> None:
         assert interval.high == pytest.approx(high, abs=0.05 * width)
 
 
-def test_the_interval_holds_the_truth_19_times_of_20() -> None:
-    generator = torch.Generator().manual_seed(0)
-    # discordant with probability 0.06 and 0.04 either way: the true difference is 2 points
-    draw = torch.rand(2000, 500, generator=generator, dtype=torch.float64)
-    each = 100 * ((draw < 0.06).double() - (draw > 0.96).double())
-    inside = [found.low <= 2 <= found.high for found in map(difference, each)]
-    assert 0.93 < sum(inside) / len(inside) < 0.97
-
-
-def enumerated(only_a: int, only_b: int) -> Fraction:
-    """Exact two-sided p by looking at every sequence of throws."""
-    n = only_a + only_b
-    extreme = [heads for heads in map(int.bit_count, range(2**n)) if abs(2 * heads - n) >= abs(only_a - only_b)]
-    return Fraction(len(extreme), 2**n)
-
-
-@pytest.mark.parametrize("pair", [(10, 2), (2, 10), (0, 0), (0, 1), (3, 3), (5, 0), (7, 6)])
-def test_mcnemar_against_all_throws(pair: tuple[int, int]) -> None:
-    assert mcnemar(*pair) == pytest.approx(float(enumerated(*pair)), rel=1e-12)
-
-
-def test_mcnemar_known_numbers() -> None:
-    assert mcnemar(10, 2) == 158 / 4096 == 0.03857421875
-    assert mcnemar(0, 5) == 0.0625
-    # large counts: the normal approximation with continuity correction, z = (|b - c| - 1) / sqrt(b + c)
-    assert mcnemar(5200, 4900) == pytest.approx(math.erfc(299 / math.sqrt(10100) / math.sqrt(2)), rel=1e-3)
-    assert mcnemar(3000, 0) == 0  # below what a float can hold, and no error
-
-
-def test_mcnemar_is_scipys() -> None:
-    stats = pytest.importorskip("scipy.stats", reason="scipy, the second opinion, is not installed")
-    for pair in [(10, 2), (40, 25), (117, 163), (1, 30), (8, 8)]:
-        assert mcnemar(*pair) == pytest.approx(stats.binomtest(pair[0], sum(pair)).pvalue, rel=1e-9)
-
-
 def test_pooled_folds() -> None:
     found = pool([outcomes("10", [1.0, 2.0], "ab"), outcomes("115", [0.5, 0.5, 1.0], "cde")])
     assert found.names == list("abcde")
@@ -229,7 +194,7 @@ def test_pooled_folds() -> None:
 
 
 def test_what_cannot_be_pooled() -> None:
-    with pytest.raises(DtemError, match="'b' is in more than one part"):
+    with pytest.raises(DtemError, match="'b' is there twice"):
         pool([outcomes("10", names="ab"), outcomes("10", names="bc")])
     with pytest.raises(DtemError, match="no outcomes to pool"):
         pool([])

@@ -8,32 +8,35 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
+from dtem.errors import DtemError
+from dtem.tasks.outcome_files import pool
 from dtem.tasks.segmentation.loss import distill_loss, task_loss
-from dtem.tasks.segmentation.outcomes import Areas, count, join, paired
-from dtem.types import DtemError
+from dtem.tasks.segmentation.outcomes import SegmentationOutcomes, count_pixels, paired
 
 K = 5
 
 
-def random(images: int = 6, wrong: float = 0.3, seed: int = 0) -> tuple[Areas, torch.Tensor, torch.Tensor]:
+def random(
+    images: int = 6, wrong: float = 0.3, seed: int = 0
+) -> tuple[SegmentationOutcomes, torch.Tensor, torch.Tensor]:
     """Class 4 is nowhere; some pixels have no class."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randint(-1, 4, (images, 12, 15), generator=generator)
     off = torch.rand(truth.shape, generator=generator) < wrong
     said = torch.where(off, torch.randint(0, 4, truth.shape, generator=generator), truth.clamp(min=0))
-    parts = [count(one, mask, K) for one, mask in zip(said, truth, strict=True)]
+    parts = [count_pixels(one, mask, K) for one, mask in zip(said, truth, strict=True)]
     names = [f"{index}.png" for index in range(images)]
-    return Areas(names, *map(torch.stack, zip(*parts, strict=True))), said, truth
+    return SegmentationOutcomes(names, *map(torch.stack, zip(*parts, strict=True))), said, truth
 
 
 def test_counts_by_hand() -> None:
     said = torch.tensor([[0, 1, 1], [2, 2, 0]])
     truth = torch.tensor([[0, 1, 0], [2, -1, -1]])
-    hit, predicted, real = count(said, truth, 4)
+    hit, predicted, real = count_pixels(said, truth, 4)
     assert hit.tolist() == [1, 1, 1, 0]
     assert predicted.tolist() == [1, 2, 1, 0], "only where there is a class"
     assert real.tolist() == [2, 1, 1, 0]
-    areas = Areas(["x"], hit[None], predicted[None], real[None])
+    areas = SegmentationOutcomes(["x"], hit[None], predicted[None], real[None])
     assert areas.iou[:3].tolist() == pytest.approx([50.0, 50.0, 100.0])
     assert areas.iou[3].isnan()
     assert areas.miou == pytest.approx(200 / 3)
@@ -60,8 +63,8 @@ def test_bootstrap_by_a_loop() -> None:
     assert found.value == pytest.approx(second.miou - first.miou)
     assert found.low < found.value < found.high
 
-    def miou(areas: Areas, drawn: np.ndarray) -> float:
-        hit, said, truth = (part.numpy()[drawn].sum(0) for part in (areas.hit, areas.said, areas.truth))
+    def miou(areas: SegmentationOutcomes, drawn: np.ndarray) -> float:
+        hit, said, truth = (part.numpy()[drawn].sum(0) for part in (areas.intersection, areas.predicted, areas.target))
         union = said + truth - hit
         return 100 * float(np.mean(hit[union > 0] / union[union > 0]))
 
@@ -81,7 +84,9 @@ def test_bootstrap_of_several_runs_is_of_their_mean() -> None:
 
 def test_outcomes_of_other_images_are_not_compared() -> None:
     areas, *_ = random()
-    other = Areas([f"x{name}" for name in areas.names], areas.hit, areas.said, areas.truth)
+    other = SegmentationOutcomes(
+        [f"x{name}" for name in areas.names], areas.intersection, areas.predicted, areas.target
+    )
     with pytest.raises(DtemError, match="not outcomes on the same images"):
         paired(areas, other)
 
@@ -89,26 +94,26 @@ def test_outcomes_of_other_images_are_not_compared() -> None:
 def test_files(tmp_path: Path) -> None:
     areas, *_ = random()
     areas.save(tmp_path / "a.safetensors", "a model")
-    again = Areas.load(tmp_path / "a.safetensors")
+    again = SegmentationOutcomes.load(tmp_path / "a.safetensors")
     assert again.names == areas.names
-    assert torch.equal(again.hit, areas.hit)
+    assert torch.equal(again.intersection, areas.intersection)
     (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-9])
     with pytest.raises(DtemError, match="not a whole safetensors file"):
-        Areas.load(tmp_path / "a.safetensors")
+        SegmentationOutcomes.load(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes(json.dumps({}).encode())
     with pytest.raises(DtemError, match=r"b.safetensors"):
-        Areas.load(tmp_path / "b.safetensors")
+        SegmentationOutcomes.load(tmp_path / "b.safetensors")
 
 
 def test_joining() -> None:
     areas, *_ = random()
     parts = [
-        Areas([name], *(p[i : i + 1] for p in (areas.hit, areas.said, areas.truth)))
+        SegmentationOutcomes([name], *(p[i : i + 1] for p in (areas.intersection, areas.predicted, areas.target)))
         for i, name in enumerate(areas.names)
     ]
-    assert join(parts).miou == areas.miou
+    assert pool(parts).miou == areas.miou
     with pytest.raises(DtemError, match="is there twice"):
-        join([areas, areas])
+        pool([areas, areas])
 
 
 def test_losses_are_means_over_pixels() -> None:

@@ -1,0 +1,90 @@
+"""`dtem.benchmark`: which models are timed, and that nothing of the caller's changes."""
+
+import pytest
+import timm
+import torch
+
+import dtem
+from dtem.errors import DtemError
+from dtem.measure import flops, throughput
+
+QUICK = {"batch_size": 2, "rounds": 1, "warmup": 0, "progress": False}
+
+
+def tiny() -> torch.nn.Module:
+    return timm.create_model("test_vit").eval()
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Module]:
+    """The models that were timed, by name."""
+    models: dict[str, torch.nn.Module] = {}
+    compare = throughput.compare
+
+    def spy(variants, *args, **options):
+        models.update(variants)
+        return compare(variants, *args, **options)
+
+    monkeypatch.setattr(throughput, "compare", spy)
+    return models
+
+
+def test_a_model_stays_as_it_was(timed: dict[str, torch.nn.Module]) -> None:
+    model, threads = tiny().train(), torch.get_num_threads()
+    report = dtem.benchmark(model, [0, 8], method="tome", dtype="bfloat16", threads=1, **QUICK)
+    assert model.training
+    assert not hasattr(model, "dtem")
+    assert next(model.parameters()).dtype == torch.float32
+    assert torch.get_num_threads() == threads
+    assert (report.model, report.method, report.threads, report.dtype) == ("test_vit", "tome", 1, "bfloat16")
+    assert list(timed) == ["unmerged", "0", "8"]
+    assert [hasattr(each, "dtem") for each in timed.values()] == [False, True, True]
+    assert {next(each.parameters()).dtype for each in timed.values()} == {torch.bfloat16}
+    assert not any(each.training for each in timed.values())
+
+
+def test_a_handle_brings_its_method_and_embeddings(timed: dict[str, torch.nn.Module]) -> None:
+    handle = dtem.patch(tiny(), dim=8, r=4)
+    handle.mode = "soft"
+    report = dtem.benchmark(handle, [8], **QUICK)
+    assert (handle.r, handle.mode) == (4, "soft")
+    assert report.method == "dtem"
+    merged = dtem.Handle(timed["8"])
+    assert (merged.r, merged.mode) == ("8", "hard")
+    assert merged.method.state_dict().keys() == handle.method.state_dict().keys()
+    assert not hasattr(timed["unmerged"], "dtem")
+    assert [row.macs for row in report.rows] == [flops.count(each, (3, 160, 160)).macs for each in timed.values()]
+
+
+def test_report_has_a_table_and_a_document() -> None:
+    report = dtem.benchmark("test_vit", 8, pretrained=False, **{**QUICK, "batch_size": [1, 2, 1]})
+    assert [(row.batch, row.r) for row in report.rows] == [(1, None), (1, "8"), (2, None), (2, "8")]
+    document = report.to_dict()
+    assert list(document) == [
+        "model", "method", "adapter", "device", "dtype", "compile", "shortcut", "threads", "rounds", "rows",
+    ]  # fmt: skip
+    assert set(document["rows"][0]) == {
+        "batch", "r", "macs", "macs_ratio", "images_per_second", "seconds", "speedup", "peak_bytes",
+    }  # fmt: skip
+    assert set(document["rows"][0]["speedup"]) == {"median", "low", "high", "min", "max"}
+    assert "unmerged" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"batch_size": []}, "batch_size = "),
+        ({"rounds": 0}, "rounds = 0"),
+        ({"threads": 0}, "threads = 0"),
+        ({"dtype": "half"}, "dtype = 'half' is not known"),
+        ({"r": "eight"}, "r = 'eight'"),
+        ({"method": "tomato"}, "'tomato' is not known"),
+    ],
+)
+def test_mistakes_are_named_before_a_model_is_built(
+    options: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timm, "create_model", lambda *_args, **_options: pytest.fail("the model was built"))
+    with pytest.raises(DtemError, match=message):
+        dtem.benchmark("test_vit", **{**QUICK, **options})
