@@ -1,18 +1,18 @@
 """How log sizes enter fused attention: as a mask or as one more channel, at inference and in training; and what filling
 up the CPU kernel's query blocks gains.
 
-    python benchmarks/attention.py
+    python -m benchmarks.attention
 """
 
 import argparse
 import dataclasses
 from collections.abc import Callable
 
-import common
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import common
 from dtem import ops
 from dtem.measure import throughput
 
@@ -43,8 +43,8 @@ def main() -> None:
             bias = (torch.rand(batch, tokens) * 3 + 1).log()
             for training in (False, True):
                 ways = {"mask": mask, "channel": channel} | ({} if training else {"as dtem": filled})
-                contenders = {name: _run(way, qkv, bias, training) for name, way in ways.items()}
-                timing = throughput.compare(contenders, qkv, args.rounds)
+                variants = {name: _run(way, qkv, bias, training) for name, way in ways.items()}
+                timing = throughput.compare(variants, qkv, args.rounds)
                 for name, outcome in timing.items():
                     rows.append(
                         {
@@ -58,9 +58,9 @@ def main() -> None:
                     )
                 what = "forward + backward" if training else "forward"
                 print(f"batch {batch:2} tokens {tokens} {what:18}:", end=" ")
-                shown = {name: common.show(dataclasses.asdict(outcome.speedup)) for name, outcome in timing.items()}
+                shown = {name: common.spread(dataclasses.asdict(outcome.speedup)) for name, outcome in timing.items()}
                 print(", ".join(f"{n} {1e3 * timing[n].seconds:.2f} ms ({shown[n]})" for n in timing), flush=True)
-    common.keep("attention", rows, args)
+    common.save_record("attention", rows, args)
 
 
 def _run(way: Callable[..., Tensor], qkv: Tensor, bias: Tensor, training: bool) -> Callable[[Tensor], object]:

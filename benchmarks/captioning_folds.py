@@ -1,8 +1,8 @@
-"""Does DTEM caption better than ToMe? `captioning_proof.py` cross-fitted, so that every photograph is judged.
+"""Does DTEM caption better than ToMe? `captioning_proof.py` cross-fitted over all photographs.
 
-python benchmarks/captioning_folds.py --data DIR                          everything, in runs/captioning_folds
-python benchmarks/captioning_folds.py --data DIR --fold 1 --only host     a part of one fold: host, train or eval
-python benchmarks/captioning_folds.py --data DIR --only table             the record, from what is there
+python -m benchmarks.captioning_folds --data DIR                          everything, in runs/captioning_folds
+python -m benchmarks.captioning_folds --data DIR --fold 1 --only host     a part of one fold: host, train or eval
+python -m benchmarks.captioning_folds --data DIR --only table             the record, from what is there
 
 300 photographs tell three points of CIDEr apart, no less. Here all 3,050 are dealt into three folds; a captioner and
 its embeddings learn from two of them and caption the third, with the settings of `captioning_proof.py`: once with a
@@ -16,15 +16,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import captioning_proof
-import common
 import numpy as np
 
+from benchmarks import captioning_proof, common
 from dtem.files import write_file
 from dtem.measure import record
-from dtem.tasks.captioning import evaluate
-from dtem.tasks.captioning.data import open_captions
-from dtem.tasks.captioning.evaluate import Written
+from dtem.tasks.captioning.captions import open_captions
+from dtem.tasks.captioning.outcomes import CaptionOutcomes, pool, with_scores
 
 FOLDS = 3
 HELD = 150
@@ -47,8 +45,8 @@ def main() -> None:
                 run(args, fold, sizes)
     if args.only in (None, "table"):
         data = record.data_hash(args.data / "flickr8k" / "captions.json")
-        kept = record.collect("captioning_folds", pooled(args), data=data)
-        print(f"record: {record.save(kept, args.out or common.RESULTS / 'captioning_folds.json').name}")
+        measured = record.collect("captioning_folds", pooled(args), data=data)
+        print(f"record: {record.save(measured, args.out or common.RESULTS / 'captioning_folds.json').name}")
 
 
 def run(args: argparse.Namespace, fold: int, sizes: bool) -> None:
@@ -90,17 +88,17 @@ def pooled(args: argparse.Namespace) -> list[dict[str, Any]]:
         files = {
             ("none", "0"): "test-none-r0-beam5.json",
             ("tome", RATE): f"test-tome{mark}-r{RATE}-beam5.json",
-            **{(f"dtem-seed{seed}", RATE): name for seed, name in judged(args, mark).items()},
+            **{(f"dtem-seed{seed}", RATE): name for seed, name in finished(args, mark).items()},
         }
-        found: dict[tuple[str, str], Written] = {}
-        for who, name in files.items():
+        outcomes: dict[tuple[str, str], CaptionOutcomes] = {}
+        for variant, name in files.items():
             parts = [captioning_proof.read(args.work / f"fold{fold}" / name) for fold in range(FOLDS)]
-            found[who] = evaluate.scored(evaluate.join(parts), items)
+            outcomes[variant] = with_scores(pool(parts), items)
         if counted == "once":
-            plain = found["tome", RATE]
-        for row in captioning_proof.rows_of(found, host, [RATE]):
+            plain = outcomes["tome", RATE]
+        for row in captioning_proof.rows_of(outcomes, host, [RATE]):
             if row["method"] != "none":
-                own = [part for (name, _), part in found.items() if name.startswith(row["method"])]
+                own = [part for (name, _), part in outcomes.items() if name.startswith(row["method"])]
                 row |= {"counted": counted, "against_tome_once": captioning_proof.against(plain, own)}
             elif rows:
                 continue
@@ -108,7 +106,7 @@ def pooled(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def judged(args: argparse.Namespace, mark: str) -> dict[int, str]:
+def finished(args: argparse.Namespace, mark: str) -> dict[int, str]:
     """Captions by seed, of the seeds that have captioned every fold."""
     names = {seed: f"test-sparse-dtem-seed{seed}{mark}-r{RATE}-beam5.json" for seed in range(args.seeds)}
     return {

@@ -1,7 +1,7 @@
 """A small captioner to prove things on: GIT with the encoder of a real DeiT-T, trained on Flickr8k.
 
-python benchmarks/captioning_host.py --data DIR --out FOLDER
-python benchmarks/captioning_host.py --data DIR --out FOLDER --tune-epochs 0        the encoder stays DeiT-T's
+python -m benchmarks.captioning_host --data DIR --out FOLDER
+python -m benchmarks.captioning_host --data DIR --out FOLDER --tune-epochs 0        the encoder stays DeiT-T's
 
 DIR holds flickr8k (captions.json, images) and weights. The decoder learns while the encoder is frozen, so that its
 features are computed once; then both learn. The decoder reads all five captions of an image in one
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import timm
 import torch
@@ -28,11 +27,13 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from benchmarks import common
+from benchmarks.reproduce.captioner import FIXED, captioner
+from benchmarks.reproduce.tokenizer import build as build_tokenizer
+from dtem.data.loader import Loader
+from dtem.data.transforms import eval_transform
 from dtem.files import write_file
-from dtem.hosts.captioner import FIXED, captioner
-from dtem.tasks.captioning import words
-from dtem.tasks.captioning.data import Captions, open_captions
-from dtem.tasks.classification.data import Loader, eval_transform
+from dtem.tasks.captioning.captions import Captions, open_captions
 
 DECODER = {
     "hidden_size": 192,
@@ -89,12 +90,12 @@ def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
     source = {split: open_captions(f"{data}/flickr8k/captions.json#{split}") for split in ("train", "val")}
     vit = timm.create_model("deit_tiny_patch16_224").eval()
     vit.load_state_dict(load_file(data / "weights" / "deit_tiny_patch16_224.fb_in1k.safetensors"))
-    tokenizer = words.build(caption for item in source["train"].items for caption in item.captions)
+    tokenizer = build_tokenizer(caption for item in source["train"].items for caption in item.captions)
     torch.manual_seed(0)
     special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     model = captioner(vit, len(tokenizer), special, **DECODER)
-    packed = {split: [pack(tokenizer, item.captions) for item in found.items] for split, found in source.items()}
-    features = {split: cached(folder, split, model, found) for split, found in source.items()}
+    packed = {split: [pack(tokenizer, item.captions) for item in captions.items] for split, captions in source.items()}
+    features = {split: cached(folder, split, model, captions) for split, captions in source.items()}
     decoder = [name for name, _ in model.named_parameters() if not name.startswith(ENCODER)]
     frozen = Stage(
         "", args.host_epochs, dict.fromkeys(decoder, args.host_lr), lambda split, rows: features[split][rows].float()
@@ -132,7 +133,7 @@ def build(data: Path, folder: Path, args: argparse.Namespace) -> Path:
 
 def tuning(model: Any, decoder: list[str], source: dict[str, Captions], args: argparse.Namespace) -> Stage:
     """Both learn, from images that are flipped at random."""
-    images = {split: pixels(found) for split, found in source.items()}
+    images = {split: pixels(captions) for split, captions in source.items()}
     blocks = [
         name
         for name, _ in model.named_parameters()
@@ -158,7 +159,7 @@ def pixels(source: Captions) -> Tensor:
 @torch.inference_mode()
 def cached(folder: Path, split: str, model: Any, source: Captions) -> Tensor:
     """What the encoder says of every image: (images, tokens, width)."""
-    found, files = [], []
+    features, files = [], []
     loader = Loader(source, eval_transform(squashed()), 250)
     assert loader.steps is not None
     for step in range(loader.steps):
@@ -168,10 +169,10 @@ def cached(folder: Path, split: str, model: Any, source: Captions) -> Tensor:
             parts = [model.git.image_encoder.eval()(part).last_hidden_state.half() for part in images.split(25)]
             write_file(files[-1], to_bytes({"features": torch.cat(parts)}))
             print(f"{split}: {step + 1} of {loader.steps} parts encoded", flush=True)
-        found.append(load_file(files[-1])["features"])
+        features.append(load_file(files[-1])["features"])
     if loader.skipped:
         raise SystemExit(f"images that cannot be read: {loader.skipped}")
-    return torch.cat(found)
+    return torch.cat(features)
 
 
 def squashed() -> dict[str, Any]:
@@ -227,18 +228,18 @@ def learn(model: Any, stage: Stage, packed: dict[str, list], folder: Path, args:
     optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     steps = len(packed["train"]) // args.host_batch
     total = steps * stage.epochs
-    pace = torch.optim.lr_scheduler.LambdaLR(
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimiser,
         lambda step: min(1.0, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / total))),
     )
     best, start = {"loss": math.inf}, 0
-    last, kept = folder / f"{stage.name}last.pt", folder / f"{stage.name}best.safetensors"
+    last, best_file = folder / f"{stage.name}last.pt", folder / f"{stage.name}best.safetensors"
     if last.exists():
-        found = torch.load(last, weights_only=True)
-        model.load_state_dict(found["model"], strict=False)
-        optimiser.load_state_dict(found["optimiser"])
-        pace.load_state_dict(found["pace"])
-        best, start = found["best"], found["epoch"] + 1
+        state = torch.load(last, weights_only=True)
+        model.load_state_dict(state["model"], strict=False)
+        optimiser.load_state_dict(state["optimiser"])
+        scheduler.load_state_dict(state["scheduler"])
+        best, start = state["best"], state["epoch"] + 1
     for epoch in range(start, stage.epochs):
         began, losses = time.perf_counter(), []
         order = torch.from_numpy(np.random.default_rng([0, epoch]).permutation(len(packed["train"])))
@@ -252,7 +253,7 @@ def learn(model: Any, stage: Stage, packed: dict[str, list], folder: Path, args:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(list(learns.values()), 1.0)
             optimiser.step()
-            pace.step()
+            scheduler.step()
             losses.append(loss.item())
             if step % 20 == 0:
                 spent = time.perf_counter() - began
@@ -262,26 +263,26 @@ def learn(model: Any, stage: Stage, packed: dict[str, list], folder: Path, args:
         print(f"epoch {epoch}: train {np.mean(losses):.4f} val {loss:.4f} {spent:.0f} s", flush=True)
         if loss < best["loss"]:
             best = {"loss": loss, "epoch": epoch}
-            write_file(kept, to_bytes({name: p.detach().clone() for name, p in learns.items()}))
-        states: dict[str, Any] = {"optimiser": optimiser.state_dict(), "pace": pace.state_dict()}
+            write_file(best_file, to_bytes({name: p.detach().clone() for name, p in learns.items()}))
+        states: dict[str, Any] = {"optimiser": optimiser.state_dict(), "scheduler": scheduler.state_dict()}
         states |= {"model": {n: p.detach() for n, p in learns.items()}, "best": best, "epoch": epoch}
         buffer = io.BytesIO()
         torch.save(states, buffer)
         write_file(last, buffer.getvalue())
-    model.load_state_dict(load_file(kept), strict=False)
+    model.load_state_dict(load_file(best_file), strict=False)
     return best
 
 
 @torch.inference_mode()
 def validate(model: Any, stage: Stage, packed: list, pad: int) -> float:
     model.eval()
-    found, words_ = 0.0, 0
+    loss, num_words = 0.0, 0
     for rows in torch.arange(len(packed)).split(25):
         part = collate([packed[row] for row in rows], pad)
         count = int(((part[2][:, 1:] == part[2][:, :-1]) & (part[2][:, 1:] >= 0)).sum())
-        found += loss_of(model, stage.see("val", rows), *part).item() * count
-        words_ += count
-    return found / words_
+        loss += loss_of(model, stage.see("val", rows), *part).item() * count
+        num_words += count
+    return loss / num_words
 
 
 if __name__ == "__main__":

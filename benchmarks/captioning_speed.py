@@ -1,12 +1,12 @@
 """What merging saves when captions are generated: encoder and decoder apart, batch 1 and 16, beam 1 and 5.
 
-python benchmarks/captioning_speed.py                        GIT-B's sizes, random weights, r = 13
-python benchmarks/captioning_speed.py --model FOLDER         a captioner of your own
+python -m benchmarks.captioning_speed                        GIT-B's sizes, random weights, r = 13
+python -m benchmarks.captioning_speed --model FOLDER         a captioner of your own
 
 Medians of interleaved rounds with quartiles, against the unmerged model in the same rounds. Both write captions of the
 same length (--tokens), so what is compared is the work, not what random weights happen to say. *Encoder*: the images
 through the vision encoder. *Decoder*: prefill and all steps on what the encoder handed on. *Whole*: `generate`, with
-every image encoded once, not once per beam (`remembering`, for both sides).
+every image encoded once, not once per beam (`cached_image_tokens`, for both sides).
 """
 
 import argparse
@@ -15,13 +15,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 from transformers import GitConfig, GitForCausalLM
 
 import dtem
-from dtem.adapters.hf_git import Seen, look, remembering
+from benchmarks import common
+from dtem.integrations.hf_git import EncodedImages, cached_image_tokens, encode_image
 from dtem.measure import flops, throughput
 
 
@@ -48,7 +48,7 @@ def main() -> None:
                 handle.r = r
                 rows.append(measure(args, host, handle, batch, beams))
                 print(show(rows[-1]), flush=True)
-    common.keep("captioning_speed", rows, args)
+    common.save_record("captioning_speed", rows, args)
 
 
 def measure(args: argparse.Namespace, host: Any, handle: dtem.Handle, batch: int, beams: int) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def measure(args: argparse.Namespace, host: Any, handle: dtem.Handle, batch: int
     }
     models = {"unmerged": host, "merged": handle.model}
     parts: dict[str, Callable[[Any], Callable[[Tensor], object]]] = {
-        "encoder": lambda model: lambda images: look(model, images),
+        "encoder": lambda model: lambda images: encode_image(model, images),
         "decoder": lambda model: decoding(model, images, beams, args.tokens),
-        "whole": lambda model: lambda images: decode(model, images, look(model, images), beams, args.tokens),
+        "whole": lambda model: lambda images: decode(model, images, encode_image(model, images), beams, args.tokens),
     }
     for name, make in parts.items():
         timing = throughput.compare({key: make(model) for key, model in models.items()}, images, rounds, warmup=2)
@@ -80,9 +80,9 @@ def measure(args: argparse.Namespace, host: Any, handle: dtem.Handle, batch: int
     return row
 
 
-def decode(model: Any, images: Tensor, seen: Seen, beams: int, tokens: int) -> object:
+def decode(model: Any, images: Tensor, encoded: EncodedImages, beams: int, tokens: int) -> object:
     """`generate` without the encoder."""
-    with remembering(model, seen):
+    with cached_image_tokens(model, encoded):
         return model.generate(
             pixel_values=images, num_beams=beams, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
         )
@@ -90,12 +90,12 @@ def decode(model: Any, images: Tensor, seen: Seen, beams: int, tokens: int) -> o
 
 @torch.inference_mode()
 def decoding(model: Any, images: Tensor, beams: int, tokens: int) -> Callable[[Tensor], object]:
-    seen = look(model, images)
-    return lambda images: decode(model, images, seen, beams, tokens)
+    encoded = encode_image(model, images)
+    return lambda images: decode(model, images, encoded, beams, tokens)
 
 
 def show(row: dict[str, Any]) -> str:
-    ratios = ", ".join(f"{name} {common.show(row[name]['speedup'])}" for name in ("encoder", "decoder", "whole"))
+    ratios = ", ".join(f"{name} {common.spread(row[name]['speedup'])}" for name in ("encoder", "decoder", "whole"))
     return f"r {row['r']} batch {row['batch']:2} beam {row['beams']}: {ratios} (encoder MACs {row['macs_ratio']:.2f})"
 
 

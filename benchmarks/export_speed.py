@@ -8,8 +8,8 @@ written as merged files are (heads turned by products, only the class token in t
 In every round each file is timed once: opened alone, run until it is warm, timed several times, and closed. Sessions
 that are open together take each other's cores, because their threads go on spinning after a run.
 
-python benchmarks/export_speed.py                                  DeiT-S, r = 13 and 16, batch 1 and 16
-python benchmarks/export_speed.py --files onnx --rounds 20         keep the files, to be used again
+python -m benchmarks.export_speed                                  DeiT-S, r = 13 and 16, batch 1 and 16
+python -m benchmarks.export_speed --files onnx --rounds 20         keep the files, to be used again
 """
 
 import argparse
@@ -19,16 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import common
 import onnxruntime
 import timm
 import torch
 
 import dtem
-from dtem import export
-from dtem.export import onnx
+from benchmarks import common
+from dtem.exporters import onnx
 from dtem.measure import flops, throughput
-from dtem.methods import METHODS
 from dtem.methods.base import Method
 from dtem.types import Taps, Tokens
 
@@ -40,7 +38,7 @@ class Dropping(Method):
     """Drops tokens without looking at them."""
 
     name = "dropping"
-    keeps_mass = False
+    conserves_size = False
 
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         prefix = self.host.prefix
@@ -53,10 +51,6 @@ class Idle(Method):
     name = "idle"
 
 
-METHODS["dropping"] = f"{__name__}:Dropping"
-METHODS["idle"] = f"{__name__}:Idle"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deit_small_patch16_224")
@@ -67,6 +61,8 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     rates = list(map(int, args.r.split(",")))
+    for method in (Dropping, Idle):
+        dtem.register_method(method)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.files or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +93,7 @@ def main() -> None:
                     ),
                     flush=True,
                 )
-    common.keep("export_speed", rows, args)
+    common.save_record("export_speed", rows, args)
 
 
 def time_all(
@@ -117,14 +113,14 @@ def time_all(
 
 
 def time_one(run: onnx.Runner, images: torch.Tensor, times: int) -> float:
-    found = []
+    seconds = []
     for turn in range(times + 1 + (times > 2)):
         start = time.perf_counter()
         run(images)
-        found.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
         if turn == 0:
-            found.clear()
-    return statistics.median(found[-times:])
+            seconds.clear()
+    return statistics.median(seconds[-times:])
 
 
 def compared(seconds: dict[str, list[float]], macs: dict[str, int], over: str, r: int) -> dict:
@@ -180,7 +176,7 @@ def write(name: str, rates: list[int], folder: Path) -> tuple[dict[str, int], tu
 
 def write_once(handle: dtem.Handle, path: Path, checked: list[torch.Tensor]) -> None:
     if not path.exists():
-        written = export.write(handle, path, "onnx", checked)
+        written = dtem.export(handle, path, data=checked)
         print(f"{path.name}: largest difference {written.agreement.largest:.2g}", flush=True)
 
 

@@ -1,16 +1,16 @@
 """Soft grouping against the literal loop of its equation: time of forward + backward, and bytes kept for backward.
 
-python benchmarks/grouping.py        batch 64, 197 tokens, r = 16
+python -m benchmarks.grouping        batch 64, 197 tokens, r = 16
 """
 
 import argparse
 import dataclasses
 from collections.abc import Callable
 
-import common
 import torch
 from torch import Tensor
 
+from benchmarks import common
 from dtem import ops
 from dtem.measure import throughput
 
@@ -36,8 +36,8 @@ def saved_bytes(group: Callable[[Tensor], Tensor], similarity: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = group(similarity)
-    assert kept.requires_grad
+        edges = group(similarity)
+    assert edges.requires_grad
     return sum(seen.values())
 
 
@@ -83,10 +83,10 @@ def main() -> None:
     for row in rows:
         row["fewer_bytes"] = rows[0]["saved_bytes"] / row["saved_bytes"]
         print(
-            f"{row['name']:25} {row['milliseconds']:8.1f} ms, {common.show(row['speedup'])} × the literal loop, "
+            f"{row['name']:25} {row['milliseconds']:8.1f} ms, {common.spread(row['speedup'])} × the literal loop, "
             f"{row['saved_bytes'] / 1e6:.1f} MB saved ({row['fewer_bytes']:.1f} × fewer)"
         )
-    common.keep("grouping", rows, args)
+    common.save_record("grouping", rows, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Memory of a modular training step: the most bytes of tensors that live at once, weights included.
 
-python benchmarks/memory.py        AugReg ViT-S at 384 × 384 (577 tokens), r = 48; then what batch 32 needs
+python -m benchmarks.memory        AugReg ViT-S at 384 × 384 (577 tokens), r = 48; then what batch 32 needs
 
 Counted, not sampled: every tensor that an operation returns is watched until it is freed, at batch 1 and 2; both grow
 by the same amount per image. Work space inside kernels and what an allocator wastes come on top.
@@ -8,7 +8,6 @@ by the same amount per image. Work space inside kernels and what an allocator wa
 
 import argparse
 
-import common
 import timm
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dtem
-import dtem.hosts
+import dtem.models
+from benchmarks import common
 
 
 class Watch(TorchDispatchMode):
@@ -68,7 +68,7 @@ def main() -> None:
             how = f"{'bf16' if bf16 else 'fp32'}{', checkpointing' if checkpointing else ''}"
             cost = f"{each / 1e6:.0f} MB per image, {all_of_them / 1e9:.2f} GB at batch {args.batch}"
             print(f"{args.model} {how:20} {cost}", flush=True)
-    common.keep("memory", rows, args)
+    common.save_record("memory", rows, args)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """Where the time of the unmerged model, of the merged one and of plain ToMe goes, by operation, profiled in turns.
 
-python benchmarks/operations.py                                                      DeiT-T, DeiT-S, batch 1 and 16
-python benchmarks/operations.py --cases deit_small_patch16_224:32:13                 model, batch and r
+python -m benchmarks.operations                                                      DeiT-T, DeiT-S, batch 1 and 16
+python -m benchmarks.operations --cases deit_small_patch16_224:32:13                 model, batch and r
 """
 
 import argparse
 import copy
 from collections import Counter
 
-import common
 import timm
 import torch
-from plain_tome import plain_tome
 
 import dtem
+from benchmarks import common
+from benchmarks.plain_tome import plain_tome
 
 CASES = "deit_tiny_patch16_224:1:8,deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
 GROUPS = {
@@ -43,7 +43,7 @@ def main() -> None:
         name, batch, r = case.split(":")
         rounds = args.rounds * (10 if batch == "1" else 1)
         rows += profiled(name, int(batch), int(r), rounds)
-    common.keep("operations", rows, args)
+    common.save_record("operations", rows, args)
 
 
 def profiled(name: str, batch: int, r: int, rounds: int) -> list[dict]:

@@ -1,10 +1,10 @@
 """What half precision changes: logits against float32, and which tokens are merged.
 
-Block by block, both models see the same tokens: the half one is made to merge what float32 merges, and asked what it
-would have merged. Where that differs, the gap says by how much float32 prefers its own choice (in cosine): a near tie
-has a gap of rounding size. Logits are compared with every model merging as it likes.
+Block by block, both models see the same tokens: the half one is forced to merge what float32 merges, and its own
+matching is recorded. Where that differs, the gap is the difference in cosine by which float32 prefers its own choice: a
+near tie has a gap of rounding size. Logits are compared with every model merging as it likes.
 
-python benchmarks/precision.py --weights deit_tiny.safetensors --data imagenet/val --images 64
+python -m benchmarks.precision --weights deit_tiny.safetensors --data imagenet/val --images 64
 """
 
 import argparse
@@ -26,7 +26,7 @@ NEAR = 0.02
 
 @dataclass
 class Choice:
-    """What one block was asked, and what it answered."""
+    """Metric and matching of one block."""
 
     metric: Tensor
     prefix: int
@@ -35,7 +35,7 @@ class Choice:
 
 @contextlib.contextmanager
 def watched(force: list[Choice] | None = None) -> Iterator[list[Choice]]:
-    """Note every matching; with `force`, the model goes on with those instead."""
+    """Record every matching; with `force`, the model uses those instead."""
     real: Callable[..., ops.Matching] = ops.match
     seen: list[Choice] = []
 
@@ -83,11 +83,11 @@ def probe(model: nn.Module, images: Tensor, dtype: torch.dtype, autocast: bool =
 
     with watched() as exact:
         expected = model(images)
-    with watched(force=exact) as asked:
+    with watched(force=exact) as choices:
         run()
-    counts = [compare(*pair) for pair in zip(exact, asked, strict=True)]
+    counts = [compare(*pair) for pair in zip(exact, choices, strict=True)]
     merged = sum(total for total, _ in counts)
-    gaps = [gap for _, found in counts for gap in found]
+    gaps = [gap for _, gaps_of_block in counts for gap in gaps_of_block]
     logits = run()
     difference = (logits - expected).abs().amax(dim=1)
     return {
@@ -103,12 +103,8 @@ def probe(model: nn.Module, images: Tensor, dtype: torch.dtype, autocast: bool =
 
 
 def main() -> None:
-    import common
-    import timm
-    from safetensors.torch import load_file
-
     import dtem
-    from dtem.tasks.classification import data, evaluate, sources
+    from benchmarks import common
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deit_tiny_patch16_224")
@@ -119,21 +115,19 @@ def main() -> None:
     parser.add_argument("--r", default="13")
     common.add_arguments(parser)
     args = parser.parse_args()
-    host = timm.create_model(args.model).eval()
-    host.load_state_dict(load_file(args.weights))
-    transform = data.eval_transform(timm.data.resolve_data_config({}, model=host))
-    source = evaluate.sample(sources.open_source(args.data), args.images)
-    images = torch.cat([batch.images for batch in data.Loader(source, transform, 64).epoch(0)])
+    host = dtem.create_model(args.model, weights=args.weights)
+    loader = common.open_images(host, args.data, 64, limit=args.images)
+    images = torch.cat([batch.images for batch in loader.epoch(0)])
     handle = dtem.from_pretrained(args.adapter, host, r=0)
     rows = []
     for r in map(int, args.r.split(",")):
         handle.r = r
         for name, dtype in DTYPES.items():
             for autocast in (False, True):
-                found = probe(host, images, dtype, autocast)
-                rows.append({"model": args.model, "r": r, "dtype": name, "autocast": autocast, **found})
+                measured = probe(host, images, dtype, autocast)
+                rows.append({"model": args.model, "r": r, "dtype": name, "autocast": autocast, **measured})
                 print(rows[-1], flush=True)
-    common.keep("precision", rows, args)
+    common.save_record("precision", rows, args)
 
 
 if __name__ == "__main__":

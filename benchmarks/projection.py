@@ -1,15 +1,15 @@
 """Would one product for qkv and embedding be faster than two? Weights side by side in memory against weights apart.
 
-python benchmarks/projection.py
+python -m benchmarks.projection
 """
 
 import argparse
 import dataclasses
 
-import common
 import torch
 import torch.nn.functional as F
 
+from benchmarks import common
 from dtem.measure import throughput
 
 
@@ -38,7 +38,7 @@ def main() -> None:
             speedups = {name: dataclasses.asdict(outcome.speedup) for name, outcome in timing.items()}
             rows.append({"width": width, "batch": batch, "milliseconds": milliseconds, "over_qkv_alone": speedups})
             print(f"width {width} batch {batch:2}: " + ", ".join(f"{k} {v:.2f} ms" for k, v in milliseconds.items()))
-    common.keep("projection", rows, args)
+    common.save_record("projection", rows, args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Embeddings trained on a few thousand photographs against ToMe, image by image, on photographs they never saw.
 
-python benchmarks/proof.py --data DIR --weights FILE                 5-fold cross-fitting over DIR/train and DIR/val
-python benchmarks/proof.py --data DIR --weights FILE --seeds 0 --folds 1
-python benchmarks/proof.py --data DIR --weights FILE --preset few    one training each, instead of the mean of two
-python benchmarks/proof.py --data DIR --weights FILE --dtype bf16    faster where the processor has bf16
+python -m benchmarks.proof --data DIR --weights FILE                 5-fold cross-fitting over DIR/train and DIR/val
+python -m benchmarks.proof --data DIR --weights FILE --seeds 0 --folds 1
+python -m benchmarks.proof --data DIR --weights FILE --preset few    one training each, instead of the mean of two
+python -m benchmarks.proof --data DIR --weights FILE --dtype bfloat16    faster where the CPU has it
 
 DIR holds train, val and extra (class folders). The photographs of train and val are dealt into five folds; embeddings
-that are judged on one fold learn from the other four, and from extra. Each (seed, fold) is a run of `dtem train` for
+that are evaluated on one fold learn from the other four, and from extra. Each (seed, fold) is a run of `dtem train` for
 every preset, then `dtem average`, in --work; it goes on where it was stopped, and is not made again once it is there.
 """
 
@@ -17,22 +17,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import common
 import numpy as np
-import timm
 import torch
 
 import dtem
-from dtem.averaging import average
-from dtem.cli.weights import load_weights
+from benchmarks import common
 from dtem.measure import record
-from dtem.tasks.classification import evaluate
-from dtem.tasks.classification.data import Loader, eval_transform
-from dtem.tasks.classification.outcomes import Outcomes, difference, paired, pool
-from dtem.tasks.classification.sources import open_source
-from dtem.training import keep
-from dtem.training.config import resolve
-from dtem.training.loop import train
+from dtem.measure.statistics import mean_difference
+from dtem.tasks.classification import evaluator
+from dtem.tasks.classification.outcomes import Outcomes, paired
+from dtem.tasks.outcome_files import pool
+from dtem.training.checkpoint_store import ADAPTER
 
 RATES = ("8", "13", "16")
 FOLDS = 5
@@ -46,22 +41,24 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--model", default="deit_tiny_patch16_224")
-    parser.add_argument("--preset", default="few+few_priced", help="several: what they come to is averaged")
+    parser.add_argument("--preset", default="few+few_fisher", help="several: what they come to is averaged")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--folds", type=int, default=FOLDS, help="stop after so many folds of each seed")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of training; judged in fp32")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of training; evaluated in float32"
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/proof"))
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     names = {"preset": args.preset, "dtype": args.dtype, "model": args.model, "weights": args.weights.name}
-    common.same_settings(args.work, names)
+    common.check_settings(args.work, names)
     deal(args.data, args.work / "folds")
     seeds = [int(seed) for seed in args.seeds.split(",")]
     rows = []
     for fold in range(args.folds):  # fold by fold, so that whatever is done so far covers all seeds
         if not done(args.work / f"{TOME}-fold{fold}"):
-            judge(args, args.work / f"{TOME}-fold{fold}", fold, dtem.patch(host(args), "tome"), ("0", *RATES))
+            evaluate(args, args.work / f"{TOME}-fold{fold}", fold, dtem.patch(host(args), "tome"), ("0", *RATES))
         for seed in seeds:
             cell(args, seed, fold)
     for seed in seeds:
@@ -79,7 +76,7 @@ def main() -> None:
 
 
 def deal(data: Path, folds: Path) -> None:
-    """Folders of links: fold k's photographs, and what embeddings judged on it may learn from."""
+    """Folders of links: fold k's photographs, and the training images of embeddings evaluated on it."""
     if folds.exists():
         return
     beside = folds.with_suffix(".part")
@@ -106,58 +103,55 @@ def link(files: list[Path], folder: Path) -> None:
 
 
 def host(args: argparse.Namespace) -> torch.nn.Module:
-    model = timm.create_model(args.model).eval()
-    load_weights(model, args.weights)
-    return model
+    return dtem.create_model(args.model, weights=args.weights)
 
 
 def cell(args: argparse.Namespace, seed: int, fold: int) -> None:
-    """Train on four folds, keep the outcomes on the fifth."""
+    """Train on four folds, evaluate on the fifth."""
     folder = args.work / f"seed{seed}-fold{fold}"
     if done(folder):
         return
     print(f"seed {seed}, fold {fold}", file=sys.stderr)
-    data_config = timm.data.resolve_data_config(model=host(args))
+    data = args.work / "folds" / str(fold) / "train"
     for preset in args.preset.split("+"):
-        data = args.work / "folds" / str(fold) / "train"
-        flags = {"data": str(data), "out": str(folder / preset), "seed": seed, "dtype": args.dtype}
-        train(host(args), resolve(preset, flags=flags)[0], data_config)
-    judge(args, folder, fold, mean(args, [folder], folder))
+        dtem.train(host(args), data, preset=preset, out=folder / preset, seed=seed, dtype=args.dtype)
+    evaluate(args, folder, fold, mean(args, [folder], folder))
 
 
 def together(args: argparse.Namespace, seeds: list[int], fold: int) -> None:
-    """The mean of what all seeds have learned, judged like one of them."""
+    """The mean of the adapters of all seeds, evaluated like one of them."""
     folder = args.work / f"seed{ALL}-fold{fold}"
     if not done(folder):
         folder.mkdir(parents=True, exist_ok=True)
         learned = mean(args, [args.work / f"seed{seed}-fold{fold}" for seed in seeds], folder)
-        judge(args, folder, fold, learned)
+        evaluate(args, folder, fold, learned)
 
 
 def mean(args: argparse.Namespace, cells: list[Path], folder: Path) -> dtem.Handle:
     """The mean of what was learned in some cells, by every preset."""
-    adapters = [cell / preset / keep.ADAPTER for cell in cells for preset in args.preset.split("+")]
+    adapters = [cell / preset / ADAPTER for cell in cells for preset in args.preset.split("+")]
     if len(adapters) > 1:
-        average(adapters, folder / "mean.safetensors")
+        dtem.average_adapters(adapters, folder / "mean.safetensors")
         adapters = [folder / "mean.safetensors"]
     return dtem.from_pretrained(adapters[0], host(args))
 
 
 def done(folder: Path) -> bool:
-    return outcomes(folder, RATES[-1]).exists()
+    return outcomes_path(folder, RATES[-1]).exists()
 
 
-def outcomes(folder: Path, rate: str) -> Path:
+def outcomes_path(folder: Path, rate: str) -> Path:
     return folder / f"outcomes-{rate}.safetensors"
 
 
-def judge(args: argparse.Namespace, folder: Path, fold: int, handle: dtem.Handle, rates: Sequence[str] = RATES) -> None:
-    """Keep the outcomes on one fold."""
-    transform = eval_transform(timm.data.resolve_data_config(model=handle.model))
-    loader = Loader(open_source(str(args.work / "folds" / str(fold) / "test")), transform, 50)
+def evaluate(
+    args: argparse.Namespace, folder: Path, fold: int, handle: dtem.Handle, rates: Sequence[str] = RATES
+) -> None:
+    """Evaluate on one fold and save the outcomes."""
+    loader = common.open_images(handle.model, args.work / "folds" / str(fold) / "test")
     folder.mkdir(parents=True, exist_ok=True)
-    for rate, found in evaluate.sweep(handle, loader, rates).items():
-        found.save(outcomes(folder, rate))
+    for rate, measured in evaluator.sweep(handle, loader, rates).items():
+        measured.save(outcomes_path(folder, rate))
 
 
 def summary(args: argparse.Namespace, seed: int | str) -> list[dict]:
@@ -202,8 +196,8 @@ def over_seeds(args: argparse.Namespace, seeds: list[int]) -> list[dict]:
                 "dtem_loss": loss.mean().item(),
                 "paired": {
                     "n": len(theirs),
-                    "top1": dataclasses.asdict(difference(100 * (right - theirs.correct.double()))),
-                    "loss": dataclasses.asdict(difference(loss - theirs.loss.double())),
+                    "top1": dataclasses.asdict(mean_difference(100 * (right - theirs.correct.double()))),
+                    "loss": dataclasses.asdict(mean_difference(loss - theirs.loss.double())),
                 },
             }
         )
@@ -211,7 +205,7 @@ def over_seeds(args: argparse.Namespace, seeds: list[int]) -> list[dict]:
 
 
 def _pooled(args: argparse.Namespace, name: str, rate: str) -> Outcomes:
-    return pool([Outcomes.load(outcomes(args.work / f"{name}-fold{fold}", rate)) for fold in range(args.folds)])
+    return pool([Outcomes.load(outcomes_path(args.work / f"{name}-fold{fold}", rate)) for fold in range(args.folds)])
 
 
 if __name__ == "__main__":

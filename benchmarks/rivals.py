@@ -1,19 +1,19 @@
 """Every rival trained alike on a few thousand photographs; then all methods at equal GFLOPs, on photographs unseen.
 
-python benchmarks/rivals.py --data DIR --weights FILE --gflops 0.65,0.81             all of it: hours on two cores
-python benchmarks/rivals.py --data DIR --weights FILE --plan                         what is left, and how long it takes
-python benchmarks/rivals.py --data DIR --weights FILE --methods evit --only-train    one method's trainings
-python benchmarks/rivals.py --data DIR --weights FILE --done                         judge what is trained so far
+python -m benchmarks.rivals --data DIR --weights FILE --gflops 0.65,0.81             all of it: hours on two cores
+python -m benchmarks.rivals --data DIR --weights FILE --plan                         what is left, and how long it takes
+python -m benchmarks.rivals --data DIR --weights FILE --methods evit --only-train    one method's trainings
+python -m benchmarks.rivals --data DIR --weights FILE --done                         evaluate what is trained so far
 
-DIR holds train, extra (learned from) and val (judged on; class folders). Every training has the same number of updates
-of the same images in the same order, with labels and the unmerged model as teacher. What learns is the host (rivals
-that are fine-tuned), the method's own parts beside a frozen host, or both in turns, update by update (DTEM's
-embeddings: one of ten, as published); the table says which. Learning rates: three for each kind, judged by a short run
-on photographs of train that this run leaves out; never on val (with --search-updates 0 the middle one, unsearched).
-DTEM and its kin are trained once, at the smallest budget, and serve all; every other method is trained once per budget,
-at the plan that it is judged at.
+DIR holds train, extra (training images) and val (evaluation), as class folders. Every training has the same number of
+updates of the same images in the same order, with labels and the unmerged model as teacher. What learns is the host
+(rivals that are fine-tuned), the method's own parts beside a frozen host, or both, alternating (DTEM's embeddings in
+one of ten updates, as published); the table says which. Learning rates: three for each kind, chosen by a short run on
+photographs of train that it leaves out; never on val (with --search-updates 0 the middle one, unsearched). DTEM and its
+kin are trained once, at the smallest budget, and serve all; every other method is trained once per budget, at the plan
+that it is evaluated at.
 
-Each run lives in a folder of --work, goes on where it was stopped, and is not made again once it is there.
+Each run lives in a folder of --work; a stopped run resumes, a finished one is not repeated.
 """
 
 import argparse
@@ -25,26 +25,22 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import common
 import numpy as np
-import timm
 import torch
-from proof import host
 
 import dtem
-from dtem import cli
-from dtem.cli import compare, contenders
-from dtem.cli import evaluate as verb
+from benchmarks import common
+from benchmarks.proof import host
+from benchmarks.reproduce import register_ablations
+from dtem.errors import DtemError
+from dtem.evaluation.classification import evaluate_classifiers
+from dtem.evaluation.compare import comparable_methods, with_costs
+from dtem.evaluation.variants import PatchedModel, RunSettings, Setup, patched_variants, solve_budget
 from dtem.files import write_file
 from dtem.handle import Handle
 from dtem.measure import record
-from dtem.tasks.classification import evaluate
-from dtem.tasks.classification.data import Loader, eval_transform
-from dtem.tasks.classification.sources import open_source
-from dtem.training import checkpoint
-from dtem.training.config import resolve
-from dtem.training.loop import train
-from dtem.types import DtemError
+from dtem.tasks.classification import evaluator
+from dtem.training.checkpoint_store import CHECKPOINT
 
 LEARNING_RATES = {
     "host": (2e-6, 1e-5, 5e-5),
@@ -76,11 +72,11 @@ class Rival(NamedTuple):
 RIVALS = {
     "tome": Rival("host"),
     "dtem": Rival("parts", once=True),
-    "evit": Rival("host", settings={"ramp": 1 / 3}),
+    "evit": Rival("host", settings={"r_warmup": 1 / 3}),
     "dynamicvit": Rival("parts"),
     "diffrate": Rival("rates"),
     "tome_gumbel": Rival("parts", once=True),
-    "dtem_no_prop": Rival("parts", once=True),
+    "dtem_no_prop": Rival("parts", once=True, settings={"options": {"proportional": False}}, method="dtem"),
     "patch_merger": Rival("parts"),
     "etps": Rival("host"),
     "bat": Rival("host"),
@@ -90,13 +86,14 @@ RIVALS = {
     "dtps_host": Rival("both", method="dtps"),
     "dynamicvit_host": Rival("both", method="dynamicvit"),
     "patch_merger_host": Rival("both", method="patch_merger"),
-    "dtem_host": Rival("both", once=True, settings={"every": 10}, method="dtem"),
+    "dtem_host": Rival("both", once=True, settings={"embedding_every": 10}, method="dtem"),
 }
 """In the order in which they are trained: if time runs out, what says most is there."""
 
 
 def main() -> None:
     args = parse()
+    register_ablations()
     torch.set_num_threads(args.threads)
     deal(args.data, args.work / "images")
     if args.plan:
@@ -108,7 +105,7 @@ def main() -> None:
         for budget in budgets_of(args, name):
             trained(args, name, budget)
     if not args.only_train:
-        save(args, judge(args))
+        save(args, evaluate(args))
 
 
 def parse() -> argparse.Namespace:
@@ -121,17 +118,17 @@ def parse() -> argparse.Namespace:
     add("--updates", type=int, default=200)
     add("--search-updates", type=int, default=50)
     add("--batch", type=int, default=32, help="images per update")
-    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of training; judged in fp32")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of training; evaluated in float32")
     add("--methods", default=",".join(RIVALS), help="those to train, with commas; default: all")
     add("--only-train", action="store_true", help="train what is missing and stop there")
     add("--plan", action="store_true", help="time a few updates of each method, print what is left to do, and stop")
-    add("--done", action="store_true", help="train nothing: judge the methods whose trainings are finished")
-    add("--limit", type=int, help="judge on so many images only (to try things out)")
+    add("--done", action="store_true", help="train nothing: evaluate the methods whose trainings are finished")
+    add("--limit", type=int, help="evaluate on this many images only (to try things out)")
     add("--rounds", type=int, default=10, help="timed rounds")
     add("--work", type=Path, default=Path("runs/rivals"))
     common.add_arguments(parser)
     args = parser.parse_args()
-    args.budgets = compare.numbers("--gflops", args.gflops)
+    args.budgets = [float(part) for part in args.gflops.split(",")]
     args.methods = args.methods.split(",")
     if unknown := [name for name in args.methods if name not in RIVALS]:
         parser.error(f"{unknown[0]} is not among those that are trained: {', '.join(RIVALS)}")
@@ -139,7 +136,7 @@ def parse() -> argparse.Namespace:
 
 
 def deal(data: Path, images: Path) -> None:
-    """Folders of links: all that is learned from, what a search learns from, and what it is judged on."""
+    """Folders of links: all training images, and those of a search with its held-out part."""
     if images.exists():
         return
     beside = images.with_suffix(".part")
@@ -184,34 +181,31 @@ def trained(args: argparse.Namespace, name: str, budget: float) -> Handle:
 def fit(
     args: argparse.Namespace, name: str, budget: float, lr: float, images: str, updates: int, folder: Path
 ) -> Handle:
-    """One run of `dtem train`."""
+    """One training run."""
     rival, model = RIVALS[name], host(args)
     schedule = training_schedule(args, name, budget)
     modes: dict[str, dict[str, Any]] = {
         "host": {"mode": "finetune", "host_lr": lr},
-        "both": {"mode": "end-to-end", "lr": lr, "host_lr": HOST_PART * lr, "host_r": schedule, "every": 2},
+        "both": {"mode": "end-to-end", "lr": lr, "host_lr": HOST_PART * lr, "host_r": schedule, "embedding_every": 2},
     }
-    flags = {
-        "data": str(args.work / "images" / images),
-        "out": str(folder),
+    settings = {
         "method": method_of(name),
         "loss": "both",
         "updates": updates,
-        "batch": args.batch,
+        "batch_size": args.batch,
         "dtype": args.dtype,
         "r": schedule,
         **modes.get(rival.learns, {"mode": "modular", "lr": lr}),
         **rival.settings,
     }
-    config, _ = resolve("few", flags=flags)
-    return train(model, config, timm.data.resolve_data_config(model=model)).handle
+    return dtem.train(model, args.work / "images" / images, preset="few", out=folder, **settings).handle
 
 
 def training_schedule(args: argparse.Namespace, name: str, budget: float) -> str:
-    """The plan that the method is judged at; for one that learns its plan, the budget."""
+    """The plan that the method is evaluated at; for one that learns its plan, the budget."""
     handle = dtem.patch(host(args), method_of(name))
     spec = f"{budget:g}G"
-    return spec if handle.method.schedule() is not None else str(contenders.meet(handle, spec))
+    return spec if handle.method.schedule() is not None else str(solve_budget(handle, spec))
 
 
 def search(args: argparse.Namespace, name: str) -> float:
@@ -219,8 +213,8 @@ def search(args: argparse.Namespace, name: str) -> float:
     rates = LEARNING_RATES[RIVALS[name].learns]
     if not args.search_updates:
         return rates[1]
-    found = {lr: held_out(args, name, lr)["cross_entropy"] for lr in rates}
-    return min(found, key=lambda lr: found[lr])
+    losses = {lr: held_out(args, name, lr)["cross_entropy"] for lr in rates}
+    return min(losses, key=lambda lr: losses[lr])
 
 
 def search_file(args: argparse.Namespace, name: str, lr: float) -> Path:
@@ -229,36 +223,30 @@ def search_file(args: argparse.Namespace, name: str, lr: float) -> Path:
 
 def held_out(args: argparse.Namespace, name: str, lr: float) -> dict[str, float]:
     """How one learning rate of the search did."""
-    kept = search_file(args, name, lr)
-    if not kept.exists():
+    file = search_file(args, name, lr)
+    if not file.exists():
         print(f"{name}, search, learning rate {lr:g}", file=sys.stderr)
         budget = min(args.budgets)
         try:
-            handle = fit(args, name, budget, lr, "search", args.search_updates, kept.parent)
+            handle = fit(args, name, budget, lr, "search", args.search_updates, file.parent)
         except DtemError as error:
             if "lower the learning rate" not in str(error):
                 raise
             result = {"cross_entropy": float("inf"), "top1": 0.0}
         else:
-            config = timm.data.resolve_data_config(model=handle.model)
-            loader = Loader(open_source(str(args.work / "images" / "held")), eval_transform(config), 50)
-            rate = contenders.meet(handle, f"{budget:g}G")
-            (outcomes,) = evaluate.sweep(handle, loader, [rate]).values()
+            loader = common.open_images(handle.model, args.work / "images" / "held")
+            rate = solve_budget(handle, f"{budget:g}G")
+            (outcomes,) = evaluator.sweep(handle, loader, [rate]).values()
             result = {"cross_entropy": outcomes.mean_loss, "top1": outcomes.top1}
-        write_file(kept, json.dumps(result))
-    return json.loads(kept.read_text())
+        write_file(file, json.dumps(result))
+    return json.loads(file.read_text())
 
 
-def judge(args: argparse.Namespace) -> dict[str, Any]:
-    """All methods on val, as `dtem compare` does it: untrained where they need no training, and as trained."""
-    argv = ["compare", "--model", args.model, "--weights", args.weights, "--data", args.data / "val"]
-    argv += ["--gflops", args.gflops, "--batch", 50, *(["--limit", args.limit] if args.limit else [])]
-    options = cli.parser().parse_args([str(part) for part in argv])
-    specs = [f"{budget:g}G" for budget in args.budgets]
-    options.method, _ = compare.all_methods(options)
-    model = host(args)
-    untrained, _ = contenders.contestants(options, model)
-    entries = [verb.Entry(name, handle, specs) for name, handle in untrained.items()]
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """All methods on val, as `dtem.compare` does it: untrained where they need no training, and as trained."""
+    model, specs = host(args), [f"{budget:g}G" for budget in args.budgets]
+    untrained, _ = patched_variants(model, comparable_methods(model, set())[0])
+    entries = [PatchedModel(name, handle, specs) for name, handle in untrained.items()]
     about = {name: {"name": name, "learned": "nothing"} for name in untrained}
     for name in args.methods:
         learned = {"host": "host", "both": "host and its own parts"}.get(RIVALS[name].learns, "its own parts")
@@ -266,13 +254,15 @@ def judge(args: argparse.Namespace) -> dict[str, Any]:
         about[label] = {"name": method_of(name), "learned": learned, "lr": search(args, name)}
         for budget in budgets_of(args, name):
             handle = trained(args, name, budget)
-            entries.append(verb.Entry(label, handle, specs if RIVALS[name].once else [f"{budget:g}G"]))
-    document = compare.complete(verb.contest(options, model, entries, {}), (1, 32), args.rounds)
+            entries.append(PatchedModel(label, handle, specs if RIVALS[name].once else [f"{budget:g}G"]))
+    settings = RunSettings(batch_size=50, limit=args.limit)
+    evaluation = evaluate_classifiers(Setup(model, str(args.data / "val"), settings, args.model, patched=entries))
+    document = with_costs(evaluation, args.budgets, (1, 32), args.rounds).to_dict()
     against = {(pair["method"], pair["r"]): pair for pair in document["against_tome"]}
     rows = []
-    for one in document["rows"]:
-        one["against_tome"] = against.get((one["method"], one["r"]))
-        rows.append(one | about.get(one["method"], {"name": one["method"], "learned": "nothing"}))
+    for row in document["rows"]:
+        row["against_tome"] = against.get((row["method"], row["r"]))
+        rows.append(row | about.get(row["method"], {"name": row["method"], "learned": "nothing"}))
     searched = {
         name: {f"{lr:g}": held_out(args, name, lr) for lr in LEARNING_RATES[RIVALS[name].learns]}
         for name in args.methods
@@ -300,7 +290,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         pair = row["against_tome"]
         gain = "" if pair is None else "{value:+.2f} ({low:+.2f} … {high:+.2f})".format(**pair["top1"])
         print(f"{row['method']:28} {row['r']:>6} {row['macs'] / 1e9:.3f} GFLOPs {row['top1']:6.2f} % {gain}")
-    print(f"record: {path.name}; its table is drawn by benchmarks/tables.py where a page has <!-- table: rivals -->")
+    print(f"record: {path.name}; its table is drawn by benchmarks.tables where a page has <!-- table: rivals -->")
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -321,8 +311,8 @@ def plan(args: argparse.Namespace) -> None:
 
 def left(folder: Path, updates: int) -> int:
     """Updates that a run still has to make."""
-    state = checkpoint.load(folder)
-    return updates - (0 if state is None else state["update"])
+    checkpoint = folder / CHECKPOINT
+    return updates - (torch.load(checkpoint, weights_only=True)["update"] if checkpoint.exists() else 0)
 
 
 def seconds_per_update(args: argparse.Namespace, name: str) -> float:

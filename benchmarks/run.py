@@ -1,13 +1,22 @@
-"""Run every benchmark and keep its record in benchmarks/results. Takes about half an hour on two cores."""
+"""Run the speed benchmarks and write their records to benchmarks/results: about half an hour on two cores.
 
+python -m benchmarks.run
+"""
+
+import argparse
 import runpy
 import sys
-from pathlib import Path
 
-HERE = Path(__file__).parent
+NAMES = ("grouping", "attention", "projection", "operations", "speed", "export_speed")
 
-if __name__ == "__main__":
-    for name in ("grouping", "attention", "projection", "operations", "speed", "export_speed"):
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for name in NAMES:
         print(f"== {name}", flush=True)
         sys.argv = [f"benchmarks/{name}.py"]
-        runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Speed-up of merging inside a Segmenter's encoder, matching included. Medians of interleaved rounds.
 
-python benchmarks/segmentation_speed.py                          ViT-S encoder, 512×512, batch 1 and 4, ratio 0.5
-python benchmarks/segmentation_speed.py --sizes 256,512,768,1024 cost against image size, too
-python benchmarks/segmentation_speed.py --profile                where the time goes in one forward
+python -m benchmarks.segmentation_speed                          ViT-S encoder, 512×512, batch 1 and 4, ratio 0.5
+python -m benchmarks.segmentation_speed --sizes 256,512,768,1024 cost against image size, too
+python -m benchmarks.segmentation_speed --profile                where the time goes in one forward
 
 --clock cpu takes processor time (all threads together) instead of the time on the wall: for a rough number on a machine
 where others are at work.
@@ -13,13 +13,13 @@ import copy
 import dataclasses
 import time
 
-import common
 import torch
 from torch import Tensor
 
 import dtem
-from dtem.hosts import segmenter
+from benchmarks import common
 from dtem.measure import flops, throughput
+from dtem.models import segmenter
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -51,7 +51,7 @@ def main() -> None:
         for batch in map(int, args.batch.split(",")):
             if place == 0 or batch == 1:
                 rows += measure(args, host, handles, size, batch)
-    common.keep("segmentation_speed", rows, args)
+    common.save_record("segmentation_speed", rows, args)
 
 
 class Encoder(torch.nn.Module):
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, host: segmenter.Segmenter, handles: dict, 
             print(
                 f"{size}² batch {batch} ratio {ratio} {name}: {last['unmerged_milliseconds']:.0f} ms → "
                 f"{last['milliseconds']:.0f} ms per image, MACs ratio {last['macs_ratio']:.2f}, speed-up "
-                f"{common.show(last['speedup'])}",
+                f"{common.spread(last['speedup'])}",
                 flush=True,
             )
     return rows
@@ -106,10 +106,10 @@ def profile(handle: dtem.Handle, ratio: float, size: int) -> None:
     images = torch.randn(1, 3, size, size)
     with torch.inference_mode():
         handle.model.encode(images)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             for _ in range(3):
                 handle.model.encode(images)
-    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=40))
+    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=40))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """Speed-up of the merged model over the unmerged one, and over ToMe as published. Medians of interleaved rounds.
 
-python benchmarks/speed.py                    DeiT-T and DeiT-S, batch 1, 16 and 32, r = 8, 13, 16
-python benchmarks/speed.py --batch 1 --rounds 60
+python -m benchmarks.speed                    DeiT-T and DeiT-S, batch 1, 16 and 32, r = 8, 13, 16
+python -m benchmarks.speed --batch 1 --rounds 60
 """
 
 import argparse
 import copy
 import dataclasses
 
-import common
 import timm
 import torch
-from plain_tome import plain_tome
 
 import dtem
+from benchmarks import common
+from benchmarks.plain_tome import plain_tome
 from dtem.measure import flops, throughput
 
 
@@ -35,10 +35,10 @@ def main() -> None:
             images = torch.randn(batch, *handle.host.image)
             for r in map(int, args.r.split(",")):
                 handle.r = r
-                contenders = {"unmerged": host, "dtem": ours, "plain_tome": plain_tome(host, r)}
+                variants = {"unmerged": host, "dtem": ours, "plain_tome": plain_tome(host, r)}
                 rounds = args.rounds or (60 if batch == 1 else 12)
-                timing = throughput.compare(contenders, images, rounds, warmup=2)
-                against_plain = throughput.compare({k: contenders[k] for k in ("plain_tome", "dtem")}, images, rounds)
+                timing = throughput.compare(variants, images, rounds, warmup=2)
+                against_plain = throughput.compare({k: variants[k] for k in ("plain_tome", "dtem")}, images, rounds)
                 rows.append(
                     {
                         "model": name,
@@ -54,10 +54,10 @@ def main() -> None:
                 last = rows[-1]
                 print(
                     f"{name} batch {batch:2} r {r:2}: MACs ratio {last['macs_ratio']:.2f}, speed-up "
-                    f"{common.show(last['speedup'])}, over plain ToMe {common.show(last['over_plain_tome'])}",
+                    f"{common.spread(last['speedup'])}, over plain ToMe {common.spread(last['over_plain_tome'])}",
                     flush=True,
                 )
-    common.keep("speed", rows, args)
+    common.save_record("speed", rows, args)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Write the tables of README.md and docs, and the plots that go with them, from the records in benchmarks/results.
 
-python benchmarks/tables.py            rewrite them
-python benchmarks/tables.py --check    exit 1 if they are not in step with the records
+python -m benchmarks.tables            rewrite them
+python -m benchmarks.tables --check    exit 1 if they are not in step with the records
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-TABLED = ("benchmarks", "training", "methods", "captioning", "segmentation", "export")
-PAGES = [HERE.parent / "README.md", *(HERE.parent / "docs" / f"{page}.md" for page in TABLED)]
+from benchmarks import common
+from dtem.measure import record
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
     "deit_small_patch16_224": "DeiT-S",
@@ -30,32 +33,44 @@ def speed(rows: list[dict[str, Any]], batches: tuple[int, ...] = (1, 16, 32)) ->
                     str(row["batch"]),
                     str(row["r"]),
                     f"{row['macs_ratio']:.2f}",
-                    _spread(row["speedup"]),
-                    _spread(row["plain_tome_speedup"]),
-                    _spread(row["over_plain_tome"]),
+                    common.spread(row["speedup"]),
+                    common.spread(row["plain_tome_speedup"]),
+                    common.spread(row["over_plain_tome"]),
                 ]
             )
     return table
 
 
-def speed_short(rows: list[dict[str, Any]]) -> list[list[str]]:
-    return [[cell for at, cell in enumerate(line) if at != 5] for line in speed(rows, (32,))]
+def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Speed at batch 32 beside the accuracy of the shipped recipe at the same r (DeiT-T)."""
+    accuracy = {
+        row["r"]: row for row in record.load_record(common.RESULTS / "proof.json").results if row["seed"] == "all"
+    }
+    table = [["r", "fewer MACs", "speed-up", "top-1 %: unmerged", "ToMe", "DTEM", "DTEM − ToMe (95 %)"]]
+    for row in rows:
+        if (row["model"], row["batch"]) == ("deit_tiny_patch16_224", 32):
+            measured = accuracy[row["r"]]
+            numbers = [f"{measured[name]:.1f}" for name in ("unmerged", "tome", "dtem")]
+            fewer = f"{100 * (1 - 1 / row['macs_ratio']):.0f} %"
+            gain = _difference(measured["paired"]["top1"], 1)
+            table.append([str(row["r"]), fewer, common.spread(row["speedup"]), *numbers, gain])
+    return table
 
 
 def grouping(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["soft grouping, forward + backward", "time", "faster", "kept for backward", "fewer bytes"]]
     for row in rows:
         time, megabytes = f"{row['milliseconds']:.0f} ms", f"{row['saved_bytes'] / 1e6:.1f} MB"
-        table.append([row["name"], time, _spread(row["speedup"]), megabytes, f"{row['fewer_bytes']:.1f} ×"])
+        table.append([row["name"], time, common.spread(row["speedup"]), megabytes, f"{row['fewer_bytes']:.1f} ×"])
     return table
 
 
 def attention(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["batch", "tokens", "pass", "mask", "channel", "as dtem does"]]
     for key in dict.fromkeys((row["batch"], row["tokens"], row["training"]) for row in rows):
-        found = {r["way"]: r for r in rows if (r["batch"], r["tokens"], r["training"]) == key}
-        own = f"{found['as dtem']['milliseconds']:.2f} ms" if "as dtem" in found else "channel"
-        times = [f"{found[way]['milliseconds']:.2f} ms" for way in ("mask", "channel")]
+        by_way = {r["way"]: r for r in rows if (r["batch"], r["tokens"], r["training"]) == key}
+        own = f"{by_way['as dtem']['milliseconds']:.2f} ms" if "as dtem" in by_way else "channel"
+        times = [f"{by_way[way]['milliseconds']:.2f} ms" for way in ("mask", "channel")]
         table.append([str(key[0]), str(key[1]), "forward + backward" if key[2] else "forward", *times, own])
     return table
 
@@ -77,12 +92,12 @@ def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def memory(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["model", "r", "autocast", "per image", f"batch {rows[0]['batch']}", "with --checkpointing"]]
+    table = [["model", "r", "autocast", "per image", f"batch {rows[0]['batch']}", "with --grad-checkpointing"]]
     for bf16 in (False, True):
         plain, again = (next(r for r in rows if (r["checkpointing"], r["bf16"]) == (c, bf16)) for c in (False, True))
         each = f"{plain['bytes_per_image'] / 1e6:.0f} MB"
-        whole = [f"{row['bytes'] / 1e9:.1f} GB" for row in (plain, again)]
-        table.append([NAMES[plain["model"]], str(plain["r"]), "bf16" if bf16 else "none", each, *whole])
+        totals = [f"{row['bytes'] / 1e9:.1f} GB" for row in (plain, again)]
+        table.append([NAMES[plain["model"]], str(plain["r"]), "bf16" if bf16 else "none", each, *totals])
     return table
 
 
@@ -130,7 +145,7 @@ def captioning_folds(rows: list[dict[str, Any]]) -> list[list[str]]:
 def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["model", "r", "batch", "beams", "tokens", "encoder", "decoder", "whole"]]
     for row in rows:
-        parts = [_spread(row[part]["speedup"]) for part in ("encoder", "decoder", "whole")]
+        parts = [common.spread(row[part]["speedup"]) for part in ("encoder", "decoder", "whole")]
         table.append([row["model"], *(str(row[key]) for key in ("r", "batch", "beams", "tokens")), *parts])
     return table
 
@@ -139,7 +154,9 @@ def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["method", "ratio", "mIoU", "by seed", "against ToMe", "pixels", "GMACs", "im/s, one core"]]
     for row in rows:
         name = (
-            row["method"].replace("tome", "ToMe").replace("dtem", f"DTEM by sensing ({len(row['miou_by_seed'])} seeds)")
+            row["method"]
+            .replace("tome", "ToMe")
+            .replace("dtem", f"DTEM by Fisher initialisation ({len(row['miou_by_seed'])} seeds)")
         )
         seeds = ", ".join(f"{miou:.2f}" for miou in row["miou_by_seed"]) if len(row["miou_by_seed"]) > 1 else ""
         gain = _difference(row["against_tome"], 2) if "against_tome" in row else ""
@@ -154,13 +171,13 @@ def segmentation_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         times = [f"{row[key]:.0f} ms" for key in ("unmerged_milliseconds", "milliseconds")]
         size = f"{row['size']} × {row['size']}"
-        told = [size, str(row["tokens"]), str(row["batch"]), str(row["ratio"]), row["method"]]
-        table.append([*told, *times, f"{row['macs_ratio']:.2f}", _spread(row["speedup"])])
+        case = [size, str(row["tokens"]), str(row["batch"]), str(row["ratio"]), row["method"]]
+        table.append([*case, *times, f"{row['macs_ratio']:.2f}", common.spread(row["speedup"])])
     return table
 
 
-def _difference(found: dict[str, float], digits: int) -> str:
-    return "{value:+.{d}f} ({low:+.{d}f} … {high:+.{d}f})".format(**found, d=digits)
+def _difference(difference: dict[str, float], digits: int) -> str:
+    return "{value:+.{d}f} ({low:+.{d}f} … {high:+.{d}f})".format(**difference, d=digits)
 
 
 def adaptive(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -168,8 +185,8 @@ def adaptive(rows: list[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         low, high = (f"{value / 1e9:.2f}" for value in row["macs_quartiles"] or (0, 0))
         spread = f" ({low}–{high})" if row["macs_quartiles"] else ""
-        answers = [f"{row['top1']:.1f}", f"{row['cross_entropy']:.3f}", _gain(row["against_constant"])]
-        table.append([row["metric"], f"{row['macs'] / 1e9:.3f}{spread}", row["kind"], *answers])
+        numbers = [f"{row['top1']:.1f}", f"{row['cross_entropy']:.3f}", _gain(row["against_constant"])]
+        table.append([row["metric"], f"{row['macs'] / 1e9:.3f}{spread}", row["kind"], *numbers])
     return table
 
 
@@ -200,7 +217,7 @@ def rivals(results: dict[str, Any]) -> list[list[str]]:
     ]
     for row in results["rows"]:
         gigas = f"{row['macs'] / 1e9:.3f}"
-        faster = [_spread(row["speedup"][size]) for size in ("1", "32")]
+        faster = [common.spread(row["speedup"][size]) for size in ("1", "32")]
         gain = _gain(row["against_tome"])
         scores = [f"{row['top1']:.1f}", gain, f"{row['cross_entropy']:.3f}"]
         table.append([row["method"], row["learned"], gigas, *scores, *faster])
@@ -214,10 +231,10 @@ def _gain(pair: dict[str, Any] | None) -> str:
 def proof(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["seed", "r", "photographs", "ToMe", "DTEM", "points (95 %)", "cross-entropy (95 %)"]]
     for row in rows:
-        both, answers = row["paired"], [f"{row[name]:.2f}" for name in ("tome", "dtem")]
+        both, numbers = row["paired"], [f"{row[name]:.2f}" for name in ("tome", "dtem")]
         differences = [_difference(both["top1"], 2), _difference(both["loss"], 3)]
         seed = {"mean": "mean of these", "all": "all in one adapter"}.get(row["seed"], str(row["seed"]))
-        table.append([seed, str(row["r"]), f"{both['n']:,}", *answers, *differences])
+        table.append([seed, str(row["r"]), f"{both['n']:,}", *numbers, *differences])
     return table
 
 
@@ -226,8 +243,8 @@ def end_to_end(rows: list[dict[str, Any]]) -> list[list[str]]:
     for row in rows:
         pair = None if row["arm"] == rows[0]["arm"] else row["against_tome"]
         loss = "" if pair is None else _difference(pair["loss"], 3)
-        answers = [f"{row['top1']:.1f}", _gain(pair), f"{row['cross_entropy']:.3f}", loss]
-        table.append([row["arm"], str(row["r"]), *answers])
+        numbers = [f"{row['top1']:.1f}", _gain(pair), f"{row['cross_entropy']:.3f}", loss]
+        table.append([row["arm"], str(row["r"]), *numbers])
     return table
 
 
@@ -250,7 +267,20 @@ def export_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
         times = [f"{row[key]:.1f} ms" for key in ("unmerged_milliseconds", "milliseconds")]
         shares = [f"{row[key]:.2f}" for key in ("of_macs_ratio", "dropping_of_macs_ratio", "same_of_macs_ratio")]
         first = [*(str(row[key]) for key in ("batch", "threads", "r")), f"{row['macs_ratio']:.2f}"]
-        table.append([NAMES[row["model"]], *first, _spread(row["speedup"]), *shares, *times])
+        table.append([NAMES[row["model"]], *first, common.spread(row["speedup"]), *shares, *times])
+    return table
+
+
+def composition(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Unmerged and merged side by side, by engine and precision."""
+    table = [["engine", "precision", "r", "top-1 %", "cross-entropy", "drift (KL)", "groups changed"]]
+    for key in dict.fromkeys((row["engine"], row["precision"]) for row in rows if row["r"]):
+        for row in rows:
+            if (row["engine"], row["precision"]) == key:
+                changed = row.get("groups_changed")
+                numbers = [f"{row['top1']:.1f}", f"{row['cross_entropy']:.3f}", f"{max(row['drift'], 0):.4f}"]
+                groups = "" if changed is None else f"{100 * changed:.0f} %"
+                table.append([*key, str(row["r"]), *numbers, groups])
     return table
 
 
@@ -261,7 +291,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "proof": ("proof", proof),
     "end-to-end": ("end_to_end", end_to_end),
     "speed": ("speed", speed),
-    "speed-short": ("speed", speed_short),
+    "summary": ("speed", summary),
     "grouping": ("grouping", grouping),
     "attention": ("attention", attention),
     "projection": ("projection", projection),
@@ -270,6 +300,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "memory": ("memory", memory),
     "precision": ("precision", precision),
     "export-speed": ("export_speed", export_speed),
+    "composition": ("composition", composition),
     "captioning": ("captioning", captioning),
     "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),
@@ -278,29 +309,19 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
 }
 
 
-def _spread(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.2f} ({spread['low']:.2f}–{spread['high']:.2f})"
-
-
 def render(name: str) -> str:
-    from dtem.measure import record
-
-    source, make = TABLES[name]
-    kept = record.load(HERE / "results" / f"{source}.json")
-    head, *body = make(kept.results)
+    """A table as Markdown, with its provenance."""
+    source, make_rows = TABLES[name]
+    measured = record.load_record(common.RESULTS / f"{source}.json")
+    head, *body = make_rows(measured.results)
     lines = [head, ["---"] * len(head), *body]
-    machine, versions = kept.machine, kept.versions
-    where = (
-        f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, timm {versions['timm']}, "
-        f"{kept.time[:10]}, commit {(kept.commit or 'unknown')[:7]}"
-    )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n_{where}_"
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n_{common.provenance(measured)}_"
 
 
 def fill(text: str) -> str:
     """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->`."""
     pattern = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda found: f"{found[1]}\n{render(found[2])}\n\n{found[3]}", text)
+    return pattern.sub(lambda mark: f"{mark[1]}\n{render(mark[2])}\n\n{mark[3]}", text)
 
 
 def segmentation_plot(rows: list[dict[str, Any]]) -> bytes:
@@ -308,7 +329,7 @@ def segmentation_plot(rows: list[dict[str, Any]]) -> bytes:
 
     lines: dict[str, list[curves.Point]] = {}
     for row in rows:
-        name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM by sensing")
+        name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM by Fisher initialisation")
         lines.setdefault(name, []).append(curves.Point(row["gmacs"], row["miou"], row["ratio"]))
     (base,) = lines.pop("none")
     return curves.draw(lines, base=base._replace(label="unmerged"), value="mean IoU (%)", form="svg")
@@ -318,23 +339,26 @@ PLOTS: dict[str, tuple[str, Callable[[Any], bytes]]] = {"segmentation.svg": ("se
 
 
 def plot() -> None:
-    from dtem.measure import record
-
-    for name, (source, make) in PLOTS.items():
-        kept = record.load(HERE / "results" / f"{source}.json")
-        (HERE.parent / "docs" / name).write_bytes(make(kept.results))
+    for name, (source, draw) in PLOTS.items():
+        measured = record.load_record(common.RESULTS / f"{source}.json")
+        (ROOT / "docs" / "research" / name).write_bytes(draw(measured.results))
 
 
 def main() -> int:
-    if "--check" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if a page differs from the records"
+    )
+    check = parser.parse_args().check
+    if not check:
         plot()
     stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
     for page in stale:
-        if "--check" in sys.argv:
-            print(f"{page.name} is not in step with the records: run python benchmarks/tables.py")
+        if check:
+            print(f"{page.name} differs from the records: run python -m benchmarks.tables")
         else:
             page.write_text(fill(page.read_text()))
-    return 1 if stale and "--check" in sys.argv else 0
+    return 1 if stale and check else 0
 
 
 if __name__ == "__main__":

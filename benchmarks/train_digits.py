@@ -1,6 +1,6 @@
 """Train the host that `dtem demo` ships (src/dtem/pretrained/mnist_vit.safetensors).
 
-    python benchmarks/train_digits.py --out mnist_vit.safetensors
+    python -m benchmarks.train_digits --out mnist_vit.safetensors
 
 About twenty minutes of one core. First on digits of half the size, which have a quarter of the tokens, then on whole
 ones; digits are bent little at first and more and more later. The held-out digits are looked at once, when training is
@@ -22,8 +22,9 @@ from timm.models.vision_transformer import init_weights_vit_jax
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtem.data import digits
 from dtem.files import write_file
-from dtem.tasks.classification import digits
+from dtem.models import mnist_vit
 
 
 class Stage(NamedTuple):
@@ -49,7 +50,7 @@ def main() -> None:
     if args.validation:
         order = torch.randperm(train.length)
         train, scored = train.subset(order[args.validation :]), train.subset(order[: args.validation])
-    model = begin(digits.create())
+    model = begin(mnist_vit.create(pretrained=False))
     for stage in STAGES:
         for _ in learn(model, train, stage):
             keep(model, args.out)

@@ -1,6 +1,6 @@
 """Cost of a modular training step: forward and backward, against the unmerged frozen model.
 
-python benchmarks/training_step.py        DeiT-T and DeiT-S, batch 16, r = 16
+python -m benchmarks.training_step        DeiT-T and DeiT-S, batch 16, r = 16
 
 "unmerged" is the frozen host with gradients flowing back to the output of its first block, which is as far as they
 flow when its embeddings learn; "soft" is the relaxed, merging model, and "sparse" the one that drops tokens that have
@@ -12,12 +12,12 @@ import copy
 import dataclasses
 from collections.abc import Callable
 
-import common
 import timm
 import torch
 from torch import Tensor, nn
 
 import dtem
+from benchmarks import common
 from dtem.measure import throughput
 
 
@@ -55,17 +55,17 @@ def main() -> None:
     rows = []
     for name in args.models.split(","):
         host = timm.create_model(name).eval().requires_grad_(False)
-        contenders = {
+        variants = {
             "unmerged": step(unmerged(host)),
             "soft": step(soft(host, args.r)),
             "sparse": step(soft(host, args.r, sparse=True)),
         }
-        timing = throughput.compare(contenders, torch.randn(args.batch, 3, 224, 224), args.rounds)
-        for label, found in timing.items():
+        timing = throughput.compare(variants, torch.randn(args.batch, 3, 224, 224), args.rounds)
+        for label, timed in timing.items():
             row = {"model": name, "batch": args.batch, "r": args.r, "step": label}
-            rows.append(row | {"seconds": found.seconds, "speedup": dataclasses.asdict(found.speedup)})
-            print(f"{name} {label:9} {found.seconds:.3f} s, cost {1 / found.speedup.median:.2f} × unmerged", flush=True)
-    common.keep("training_step", rows, args)
+            rows.append(row | {"seconds": timed.seconds, "speedup": dataclasses.asdict(timed.speedup)})
+            print(f"{name} {label:9} {timed.seconds:.3f} s, cost {1 / timed.speedup.median:.2f} × unmerged", flush=True)
+    common.save_record("training_step", rows, args)
 
 
 if __name__ == "__main__":

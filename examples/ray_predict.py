@@ -1,9 +1,9 @@
-"""Classes of every image under a folder with a merging model, on Ray Data: a laptop or a cluster, the same script.
+"""Predict the classes of every image of a folder with a merging model, on Ray Data: on a laptop or a cluster.
 
-Every actor loads the model once and predicts batch after batch; reading and decoding run ahead on other workers, and
-Ray starts a batch again if its worker is lost. The result is a folder of Parquet files.
+Every actor loads the model once and predicts batch after batch; other workers read files ahead, and Ray repeats a batch
+whose worker is lost. The result is a folder of Parquet files.
 
-    pip install "dtem[ray]"
+    pip install ".[ray]"
     python examples/ray_predict.py photos --model deit_small_patch16_224 --r 13 --out preds
     python examples/ray_predict.py s3://bucket/photos --address auto --actors 8 --gpus 1 --r 13 --out s3://bucket/preds
 """
@@ -16,28 +16,24 @@ import numpy as np
 
 
 class Predictor:
-    """A merging model in an actor of its own."""
+    """The model of one actor."""
 
     def __init__(self, model: str, r: str, weights: str | None, adapter: str | None, gpu: bool) -> None:
         import timm
-        import torch
-        from safetensors.torch import load_file
 
         import dtem
 
-        self.host = timm.create_model(model, pretrained=weights is None).eval()
-        if weights is not None:
-            self.host.load_state_dict(load_file(weights))
-        self.transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=self.host))
+        self.device = "cuda" if gpu else "cpu"
+        self.model = dtem.create_model(model, weights=weights)
+        self.transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=self.model))
         if adapter is None:
-            dtem.patch(self.host, r=r)
+            dtem.patch(self.model, r=r)
         else:
-            dtem.from_pretrained(adapter, self.host, r=r)
-        self.device = torch.device("cuda" if gpu else "cpu")
-        self.host.to(self.device)
+            dtem.from_pretrained(adapter, self.model, r=r)
+        self.model.to(self.device)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Paths and bytes of some images -> paths, classes, probabilities and what was wrong."""
+        """Paths and bytes of images -> paths, classes, probabilities and errors."""
         import torch
         from PIL import Image
 
@@ -52,7 +48,7 @@ class Predictor:
         probabilities = np.zeros(len(errors), dtype=np.float32)
         if pixels:
             with torch.inference_mode():
-                best = self.host(torch.stack(pixels).to(self.device)).float().softmax(dim=1).max(dim=1)
+                best = self.model(torch.stack(pixels).to(self.device)).float().softmax(dim=1).max(dim=1)
             read = np.array([not error for error in errors])
             classes[read], probabilities[read] = best.indices.cpu().numpy(), best.values.cpu().numpy()
         return {"path": batch["path"], "class": classes, "probability": probabilities, "error": np.array(errors)}
@@ -64,10 +60,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("data", help="folder of images, local or on s3://, gs://")
     parser.add_argument("--out", required=True, help="folder of Parquet files")
     parser.add_argument("--model", default="deit_small_patch16_224")
-    parser.add_argument("--weights", help=".safetensors; default: timm's own")
-    parser.add_argument("--adapter", help="trained embeddings: a file, hub id or shipped name")
+    parser.add_argument("--weights", help=".safetensors; default: the published ones")
+    parser.add_argument("--adapter", help="adapter: a file, Hub id or shipped name")
     parser.add_argument("--r", default="13")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--actors", type=int, default=1, help="models at work at the same time")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs per actor")
     parser.add_argument("--address", help="of a running cluster; default: Ray on this machine")
@@ -82,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     predicted = images.map_batches(
         Predictor,
         fn_constructor_args=(args.model, args.r, args.weights, args.adapter, args.gpus > 0),
-        batch_size=args.batch,
+        batch_size=args.batch_size,
         num_gpus=args.gpus or None,
         concurrency=args.actors,
     )
