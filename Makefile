@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 OLD := .venv-oldest
 UV := $(BIN)/uv pip install --quiet
 
-.PHONY: setup demo test test-slow test-oldest quality style docs bench wheel clean
+.PHONY: setup demo test test-slow test-oldest quality style docs bench reproduce wheel clean
 
 setup: $(VENV)/.ready
 
@@ -48,8 +48,13 @@ style: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The speed benchmarks; their records go to benchmarks/results.
 bench: setup
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
+
+# A study of the paper: make reproduce NAME=temperature ARGS="--updates 20". Without NAME: the list of studies.
+reproduce: setup
+	$(BIN)/python -m benchmarks.reproduce $(if $(NAME),$(NAME) $(ARGS),--list)
 
 # The wheel, installed alone into a fresh environment, imports and answers.
 wheel: setup
@@ -57,8 +62,7 @@ wheel: setup
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv .venv-wheel
 	$(UV) --python .venv-wheel/bin/python -c constraints.txt dist/*.whl
-	cd .venv-wheel && bin/python -c "import dtem; print(dtem.__version__, dtem.patch)" && bin/dtem flops deit_tiny_patch16_224 --r 0,16
-	cd .venv-wheel && bin/python -c "from dtem.reproduce import specs; assert 'modular' in specs.names(), specs.folder()"
+	cd .venv-wheel && bin/python -c "import dtem; print(dtem.__version__, dtem.patch)" && bin/dtem flops --model deit_tiny_patch16_224 --r 0,16
 
 clean:
 	rm -rf $(VENV) $(OLD) .venv-wheel dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
