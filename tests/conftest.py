@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import jaxtyping
@@ -15,6 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Tiny tensors: more threads would only wait for each other, and round differently on every machine.
 torch.set_num_threads(1)
+
+# A shell starts background jobs with SIGINT ignored, and what they start inherits that: Ctrl-C is tested anyway.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

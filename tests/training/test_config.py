@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+import dtem
 from dtem.errors import DtemError
 from dtem.training.config import TrainConfig, presets, resolve
 
@@ -21,7 +22,7 @@ def test_flags_win_over_a_file_and_a_file_over_a_preset(tmp_path: Path) -> None:
     assert config.augmentation.mixup == 0.0  # preset
     assert config.lr == 3e-4  # file; YAML reads 3e-4 as text
     assert config.batch_size == 8  # flag
-    assert config.options == {"temperature": 0.2, "scale": 0.3}
+    assert config.options == {"exclude": "size", "temperature": 0.2, "scale": 0.3}
 
 
 @pytest.mark.parametrize("name", presets())
@@ -47,6 +48,28 @@ def test_presets_follow_the_paper() -> None:
     assert (small.batch_size, small.epochs, small.r, small.host_r, small.embedding_every) == (1024, 30, "16", "13", 10)
     assert resolve("mae_large")[0].r == "8"
     assert resolve("augreg_small_384")[0].r == "48"
+
+
+PAPER = (
+    "augreg_small_384",
+    "deit_base",
+    "deit_small",
+    "deit_tiny",
+    "git_base",
+    "git_large",
+    "lvvit_small",
+    "mae_base",
+    "mae_large",
+)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_presets_of_the_papers_models_exclude_by_size_and_keep_all_tokens(name: str) -> None:
+    """τ = 0.1, labels, and the r tokens of smallest effective size excluded; what is ours has names of its own."""
+    config = resolve(name)[0]
+    options = dtem.DtemConfig(**config.options)
+    assert (options.exclude, options.sparse, options.fisher, options.temperature) == ("size", False, False, 0.1)
+    assert (config.loss, config.mode, config.smoothing) == ("task", "modular", 0.0)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
