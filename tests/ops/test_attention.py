@@ -74,13 +74,33 @@ def test_gradcheck_attend(way: str) -> None:
     assert torch.autograd.gradcheck(lambda q, k, v, m: ops.attend(q, k, v, ops.log_size(m), 0.5), (q, k, v, size))
 
 
-def test_log_size_has_a_floor_without_gradient() -> None:
+def test_log_size_has_a_floor() -> None:
     size = torch.tensor([[-1e-7, 0.0, SIZE_FLOOR / 2, 1.0, 4.0]], requires_grad=True)
     logs = ops.log_size(size)
     floor = math.log(SIZE_FLOOR)
     torch.testing.assert_close(logs, torch.tensor([[floor, floor, floor, 0.0, math.log(4.0)]]))
     logs.sum().backward()
-    assert size.grad.tolist() == [[0.0, 0.0, 0.0, 1.0, 0.25]]
+    torch.testing.assert_close(size.grad, torch.tensor([[1 / SIZE_FLOOR] * 3 + [1.0, 0.25]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_of_size_zero_has_the_gradient_of_weighted_attention(dtype: torch.dtype) -> None:
+    """Of Σ_j m_j exp(s_j) v_j / Σ_j m_j exp(s_j), which needs no logarithm: it does not vanish at m = 0."""
+    q, k, v = qkv(dtype=dtype)
+    size = sizes(dtype=dtype)
+    size[:, 2:4] = 0.0
+    weights = torch.randn_like(v)
+
+    def literal(m: torch.Tensor) -> torch.Tensor:
+        raised = m[:, None, None] * (0.5 * q @ k.mT).exp()
+        return (raised @ v / raised.sum(dim=3, keepdim=True) * weights).sum()
+
+    def ours(m: torch.Tensor) -> torch.Tensor:
+        return (ops.attend(q, k, v, ops.log_size(m), 0.5) * weights).sum()
+
+    expected, found = (torch.autograd.grad(run(m), m)[0] for run in (literal, ours) for m in [size.requires_grad_()])
+    assert expected[:, 2:4].abs().min() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_drops_attention() -> None:

@@ -135,6 +135,20 @@ def test_gradcheck_soft_merge(exclude: str) -> None:
     assert torch.autograd.gradcheck(run, inputs)
 
 
+def test_a_row_that_rounds_above_one_keeps_the_gradient_of_its_size() -> None:
+    """m̂_i = m_i (1 − Σ_j E_ij) has the gradient −m_i in E, whichever way a sum of 1 was rounded."""
+    x, size = torch.randn(1, 6, 2), torch.ones(1, 6)
+    edges = torch.full((1, 3, 3), 1 / 3)
+    edges[0, 0, 0] += 1e-6
+    edges[0, 1, 0] -= 1e-6
+    edges.requires_grad_()
+    _, left, _ = ops.merging.flow(x[:, ::2], size[:, ::2], x[:, 1::2], size[:, 1::2], edges)
+    assert (left >= 0).all()
+    assert left[0, 0] == 0
+    (gradient,) = torch.autograd.grad(left.sum(), edges)
+    assert torch.equal(gradient, -torch.ones_like(edges))
+
+
 def test_gradcheck_group_and_merge() -> None:
     """Embedding to merged tokens, as training runs it."""
     z = torch.randn(1, 7, 3, dtype=torch.float64, requires_grad=True)

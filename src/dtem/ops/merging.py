@@ -93,6 +93,11 @@ def unmerge(x: Float[Tensor, "b m c"], matching: Matching | Int[Tensor, "b n"]) 
     return take(x, matching)
 
 
+def floor(x: Float[Tensor, "*shape"], minimum: float) -> Float[Tensor, "*shape"]:
+    """`x.clamp(min=minimum)` with the gradient of x everywhere (straight-through)."""
+    return x + (x.clamp(min=minimum) - x).detach()
+
+
 class SoftMerge(NamedTuple):
     """Result of a soft merge: no token is removed, but the last `excluded` ones take no part in later merges."""
 
@@ -115,7 +120,8 @@ def flow(
         x̂_j = (m_j x_j + Σ_i E_ij m_i x_i) / m̂_j      m̂_j = m_j + Σ_i E_ij m_i          for j in B
         x̂_i = x_i                                       m̂_i = m_i (1 − Σ_j E_ij)           for i in A
 
-    Returns x̂_j, m̂_i and m̂_j.
+    Returns x̂_j, m̂_i and m̂_j. A row that gives away all of itself may sum to a little more than 1 by rounding; its size
+    is 0 then, with the gradient of the equation.
     """
     moved = edges * size_a.unsqueeze(2)  # E_ij m_i
     received = moved.sum(dim=1)  # (b, j)
@@ -124,7 +130,7 @@ def flow(
     with full_precision(x_a.device):
         inflow = (moved * share.unsqueeze(1)).transpose(1, 2).to(x_a.dtype) @ x_a
     new_x_b = x_b + inflow - (received * share).unsqueeze(-1).to(x_a.dtype) * x_b
-    new_size_a = (size_a * (1.0 - edges.sum(dim=2))).clamp(min=0.0)
+    new_size_a = floor(size_a * (1.0 - edges.sum(dim=2)), 0.0)
     return new_x_b, new_size_a, new_size_b
 
 
