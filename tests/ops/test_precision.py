@@ -89,7 +89,8 @@ def test_half_inputs(dtype: torch.dtype) -> None:
     assert (hard_x.dtype, hard_size.dtype) == (dtype, torch.float32)
     assert torch.isfinite(hard_x).all()
 
-    chain(z, x, torch.ones(2, 33), [16, 8, 4], temperature=1e-2).backward()
+    loss = chain(z, x, torch.ones(2, 33), [16, 8, 4], temperature=1e-2)
+    (loss * 2.0**-10).backward()  # float16 trains with a loss scale: a token of size 0 can have a large gradient
     for leaf in (z, x):
         assert torch.isfinite(leaf.grad).all()
         assert leaf.grad.any()

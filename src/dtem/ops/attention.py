@@ -18,7 +18,7 @@ from dtem.types import SIZE_FLOOR
 def log_size(size: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
     """log m with a floor ε under m. Below it the gradient is 1/ε.
 
-    Attention weights m_i exp(s_i) / Σ_j m_j exp(s_j) have a gradient in m_i at m_i = 0 too, exp(s_i) / Σ_j m_j exp(s_j).
+    Attention weights m_i exp(s_i) / Σ_j m_j exp(s_j) have a gradient in m_i at m_i = 0, exp(s_i) / Σ_j m_j exp(s_j).
     With this floor, softmax(s + log m) has the same: the weight of such a token is ε times that.
     """
     return floor(size, SIZE_FLOOR).log()
