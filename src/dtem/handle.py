@@ -72,11 +72,11 @@ def patch(
             "dtem.patch before cpu_offload or dispatch_model"
         )
     instance.to_empty(device="meta") if weight.is_meta else instance.to(weight)
-    instance.init_from_keys(projections)
+    instance.init_from_host(model, projections)
     instance.train(model.training)
     merger = Merger(instance, schedules.Constant(0), integration.family, shortcut)
     merger.on_host_change = renew_r
-    integration.attach(model, merger)
+    integrations.attach(model, merger)
     model.register_load_state_dict_post_hook(follow_loaded_weights)  # type: ignore[no-untyped-call]
     handle = Handle(model)
     try:
@@ -271,7 +271,8 @@ class Handle:
 
     def unpatch(self) -> nn.Module:
         """Restore the model as it was before `patch`, and return it."""
-        integrations.load(self.merger.family).detach(self.model)
+        self.merger  # noqa: B018 - refuses a model that is not patched
+        integrations.detach(self.model)
         hooks = self.model._load_state_dict_post_hooks
         for key in [key for key, hook in hooks.items() if hook is follow_loaded_weights]:
             del hooks[key]
@@ -295,7 +296,7 @@ def follow_loaded_weights(model: nn.Module, incompatible_keys: Any) -> None:
     if not isinstance(merger, Merger) or merger.loaded_with_host or next(merger.method.parameters(), None) is None:
         return
     if merger.is_untrained:
-        merger.method.init_from_keys(integrations.load(merger.family).key_projections(model))
+        merger.method.init_from_host(model, integrations.load(merger.family).key_projections(model))
         merger.mark_untrained()
     else:
         warnings.warn(

@@ -82,6 +82,10 @@ class HostSpec:
     """Whether the first prefix token, if any, is a class token; False if all of them are registers."""
     num_merge_blocks: int | None = field(default=None, compare=False)
     """Number of first blocks that merge, unless r is given per block; None: all."""
+    norms: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Scales and biases of the norms that see merged tokens: their names in the model, and shapes."""
+    biases: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Biases of the linear layers in the blocks: their names in the model, and shapes."""
 
     @property
     def num_trainable_blocks(self) -> int:

@@ -145,11 +145,13 @@ def test_header_says_what_the_file_is(tmp_path: Path) -> None:
     handle = trained("5@-0.5", dim=12, hidden=(6,), init="random")
     dtem.save_pretrained(handle, path, trained_r=16, notes={"data": "photographs", "τ": "kühl"})
     assert header(path) == {
-        "format": 1,
+        "format": 2,
         "version": dtem.__version__,
         "method": "dtem",
         "options": {
             "proportional": None,
+            "norms": False,
+            "biases": False,
             "dim": 12,
             "hidden": [6],
             "init": "random",
@@ -516,7 +518,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep json": (lambda path: broken_json(path, "[" * 100_000), "cannot be read"),
     "json list": (lambda path: broken_json(path, "[1]"), "no dtem adapter"),
     "no format": (with_field(format=None), "no dtem adapter"),
-    "newer format": (with_field(format=2, version="9.9"), r"format 2 \(by dtem 9\.9\).*reads format 1"),
+    "newer format": (with_field(format=3, version="9.9"), r"format 3 \(by dtem 9\.9\).*reads formats 1 to 2"),
     "format of another kind": (with_field(format="one"), "format 'one'"),
     "no method": (with_field(method=None), "damaged: method = None"),
     "unknown method": (with_field(method="magic"), "method 'magic' is not known"),

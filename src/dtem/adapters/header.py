@@ -10,7 +10,8 @@ from torch import Tensor
 from dtem._version import __version__
 from dtem.errors import DtemError
 
-FORMAT = 1
+FORMAT = 2
+"""2: may hold scales and biases for the host's norms. Files of format 1 are read as before."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Header = dict[str, Any]
@@ -60,10 +61,10 @@ def check(header: object, tensors: Mapping[str, Tensor]) -> Header:
     """
     if not isinstance(header, dict) or "format" not in header:
         raise DtemError("this is no dtem adapter: its header names no dtem format. dtem.save_pretrained writes one")
-    if header["format"] != FORMAT or not isinstance(header["format"], int) or isinstance(header["format"], bool):
+    if type(header["format"]) is not int or not 1 <= header["format"] <= FORMAT:
         raise DtemError(
             f"the file has format {header['format']!r} (by dtem {header.get('version')}), dtem {__version__} reads "
-            f"format {FORMAT}: install the version that wrote it, or a newer one"
+            f"formats 1 to {FORMAT}: install the version that wrote it, or a newer one"
         )
     _check_types(header, _REQUIRED)
     _check_types(header, {name: kinds for name, kinds in _OPTIONAL.items() if name in header})

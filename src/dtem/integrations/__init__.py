@@ -6,6 +6,7 @@ from typing import TypeVar
 from torch import nn
 
 from dtem.errors import DtemError
+from dtem.integrations import affine
 from dtem.integrations.base import AuxiliaryLosses, Integration, Merger, Trace
 from dtem.registry import Registry
 
@@ -72,6 +73,20 @@ def load(family: str) -> Integration:
             f"this model of transformers needs transformers 5.18 or newer: pip install 'transformers>=5.18' ({error})"
         ) from error
     return integration
+
+
+def attach(model: nn.Module, merger: Merger) -> None:
+    """Patch `model`, in place."""
+    load(merger.family).attach(model, merger)
+    affine.attach(model, merger)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    merger = model.dtem
+    assert isinstance(merger, Merger)
+    affine.detach(model)
+    load(merger.family).detach(model)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -158,6 +173,8 @@ __all__ = [
     "Merger",
     "Trace",
     "as_logits_fn",
+    "attach",
+    "detach",
     "find",
     "load",
     "register_integration",

@@ -114,9 +114,15 @@ class Merger(nn.Module):
         return destination
 
     @property
-    def active(self) -> bool:
+    def schedule(self) -> schedules.BlockRates:
+        """r of every block, resolved."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: schedules.BlockRates) -> None:
+        self._schedule = schedule
+        self.active = any(schedule.per_block(self.method.host.depth))
         """Whether any block reduces tokens; if not, the host's own forward runs."""
-        return any(self.schedule.per_block(self.method.host.depth))
 
     @property
     def trace(self) -> Trace | None:

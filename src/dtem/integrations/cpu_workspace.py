@@ -8,12 +8,19 @@ modules. Used only without gradients, and only for blocks whose linear layers ar
 wrapped, hooked, quantised, offloaded or sharded is called as it is.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from dtem.integrations.affine import tuned_class
+
 #: Features with fewer entries than this (1 MB) are taken to stay in the cache.
 SMALL = 1 << 18
+
+
+PLAIN_LINEAR = (nn.Linear, tuned_class(nn.Linear))
 
 
 class CpuWorkspace:
@@ -58,10 +65,10 @@ def _fits(layer: nn.Linear, x: Tensor) -> bool:
     return layer.bias is not None and x.dtype == layer.weight.dtype and x.device == layer.weight.device
 
 
-def is_plain_linear(layer: nn.Module) -> bool:
+def is_plain_linear(layer: Any) -> bool:
     """Whether `layer(x)` is nothing but a matrix product with its own weights, so that these can be used directly."""
     return (
-        type(layer) is nn.Linear
+        type(layer) in PLAIN_LINEAR
         and "forward" not in layer.__dict__  # replaced by accelerate's hooks, or by hand
         and _is_plain_tensor(layer.weight)
         and not has_hooks(layer)

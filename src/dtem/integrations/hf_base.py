@@ -21,7 +21,9 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from dtem import integrations, ops
 from dtem.errors import DtemError
+from dtem.integrations import affine
 from dtem.integrations.base import Attention, Integration, Merger, Mlp, linear_weights, run_blocks
+from dtem.methods.affine import find_affine
 from dtem.types import HostSpec, Taps
 
 can_return_tuple: Callable[[Callable[..., Any]], Callable[..., Any]] = generic.can_return_tuple
@@ -126,6 +128,10 @@ class HostLayout:
     """As in `HostSpec`."""
 
 
+AFTER_LAYERS = ("post_layernorm", "head.layernorm", "head.mlp")
+"""Modules of image encoders that read merged tokens, where they are no last norm of all tokens."""
+
+
 def register_output_capture(cls: type) -> None:
     """Give a subclass the recordable outputs (hidden states, attentions) of its host, which are looked up by class."""
     if recordable := getattr(cls, "_can_record_outputs", None):
@@ -154,12 +160,11 @@ class Merging:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the host as if it were not patched; `dtem.save_pretrained` saves the adapter."""
         merger = self.dtem
-        integration = integrations.load(merger.family)
-        integration.detach(self)
+        integrations.detach(self)
         try:
             return self.save_pretrained(*args, **kwargs)
         finally:
-            integration.attach(self, merger)
+            integrations.attach(self, merger)
 
 
 class MeanPooled(Merging):
@@ -233,6 +238,7 @@ class HfIntegration(Integration):
         prefix, class_token = self.prefix(encoder)
         height, width = _pair(config.image_size)
         patch_height, patch_width = _pair(config.patch_size)
+        norms, biases = find_affine(model, self.affine_roots(model, layout))
         return HostSpec(
             name=_name(model),
             family=self.family,
@@ -245,7 +251,16 @@ class HfIntegration(Integration):
             pooling=layout.pooling,
             image=(config.num_channels, height, width),
             class_token=class_token,
+            norms=norms,
+            biases=biases,
         )
+
+    def affine_roots(self, model: Any, layout: HostLayout) -> tuple[str, ...]:
+        """Submodules whose norms see merged tokens."""
+        within = f"{layout.encoder}." if layout.encoder else ""
+        roots = [f"{within}{layout.layers}", *([] if layout.norm is None else [f"{within}{layout.norm}"])]
+        names = {name for name, _ in model.named_modules()}
+        return tuple(roots + [name for name in (f"{within}{after}" for after in AFTER_LAYERS) if name in names])
 
     def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
         layout = getattr(model, "layout", None) or self.merged[type(model)].layout  # of a patched model, or not yet
@@ -307,6 +322,7 @@ def rebind(model: Any) -> None:
     if getattr(model, "_is_replica", False):
         for module in (layers_of(model), *(module for module, _ in _after_layers(model))):
             module.__dict__["merger"] = model.dtem
+        affine.rebind(model)
 
 
 def _after_layers(model: Any) -> Iterable[tuple[nn.Module, type[nn.Module]]]:

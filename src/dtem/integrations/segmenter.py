@@ -17,6 +17,7 @@ from dtem.integrations.base import Integration, Merger, Trace, checkpointed
 from dtem.integrations.cpu_workspace import CpuWorkspace
 from dtem.integrations.timm_block import attention_branch, mlp_branch, workspace_for
 from dtem.integrations.timm_vit import TimmVit
+from dtem.methods.affine import find_affine
 from dtem.methods.dense import DenseMethod, Grouped
 from dtem.models.segmenter import Segmenter
 from dtem.types import HostSpec, Tokens
@@ -42,7 +43,8 @@ class SegmenterIntegration(Integration):
     def describe(self, model: Any) -> HostSpec:
         encoder = TimmVit().describe(model.encoder)
         name = model.pretrained_cfg["architecture"]
-        return dataclasses.replace(encoder, name=name, family=self.family, pooling="dense")
+        norms, biases = find_affine(model, ("encoder.blocks", "encoder.norm"))
+        return dataclasses.replace(encoder, name=name, family=self.family, pooling="dense", norms=norms, biases=biases)
 
     def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
         return TimmVit().key_projections(model.encoder)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem.errors import DtemError
-from dtem.integrations import cpu_workspace
+from dtem.integrations import affine, cpu_workspace
 from dtem.integrations.base import Integration, Merger, linear_weights, run_blocks
 from dtem.integrations.cpu_workspace import CpuWorkspace
 from dtem.integrations.timm_block import attention, has_plain_qkv, last_attention, mlp, workspace_for
+from dtem.methods.affine import find_affine
 from dtem.methods.base import MASKED, full_size
 from dtem.models.lvvit import LvVit
 from dtem.types import HostSpec, Tokens
@@ -67,6 +68,7 @@ class TimmVit(Integration):
             model.pretrained_cfg if isinstance(getattr(model, "pretrained_cfg", None), dict) else {}
         )
         embed = model.patch_embed
+        norms, biases = find_affine(model, ("blocks", "norm", "fc_norm"))
         return HostSpec(
             name=config.get("architecture") or type(model).__name__,
             family=self.family,
@@ -82,6 +84,8 @@ class TimmVit(Integration):
             class_token=self.class_token(model),
             # As published for LV-ViT-S: 12 of 16.
             num_merge_blocks=3 * len(model.blocks) // 4 if isinstance(model, LvVit) else None,
+            norms=norms,
+            biases=biases,
         )
 
     def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
@@ -125,6 +129,7 @@ class Merging:
 
     def forward(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
         """As the host's, with token reduction."""
+        affine.rebind(self)
         shortcut = self.dtem.shortcut and self.dtem.method.host.pooling == "prefix" and self.dtem.trace is None
         if shortcut and self.dtem.active and has_plain_qkv(self.blocks[-1].attn):
             method, prefix = self.dtem.method, self.num_prefix_tokens

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem.errors import DtemError
+from dtem.methods.affine import affine_parameters
 from dtem.types import SIZE_FLOOR, HostSpec, Taps, Tokens
 
 #: Size of a token that is masked in training: above the floor of `ops.log_size`, below which there is no gradient. The
@@ -69,12 +70,18 @@ class Config:
     proportional: bool | str | None = None
     """Proportional attention: True (in the host's blocks, but not in a text decoder, as in the paper), "everywhere" (in
     the text decoder too), False, or "train" (in soft mode only). None: "train" for MAE weights, else "everywhere"."""
+    norms: bool = False
+    """Own scales and biases for the host's norms (LN tuning), used while tokens are merged."""
+    biases: bool = False
+    """Own biases for the host's linear layers, used while tokens are merged."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if hasattr(value, "tolist"):  # a number of numpy or torch
                 object.__setattr__(self, field.name, value.tolist())
+        for name in ("norms", "biases"):
+            check_flag(name, getattr(self, name))
         seed = getattr(self, "seed", 0)
         if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
             raise DtemError(f"seed = {seed!r} must be a whole number of at most 64 bits")
@@ -108,6 +115,10 @@ class Method(nn.Module):
         self.config = config
         self.soft = False
         """Differentiable (soft) reduction, for training, instead of hard reduction."""
+        if config.norms and not host.norms:
+            raise DtemError(f"norms = True, but dtem knows no norms of {host.name} ({host.family}); leave it out")
+        self.affine = affine_parameters(host, config.norms, config.biases)
+        """Own parameters for the host's norms (and linear layers); None without any."""
 
     @classmethod
     def create(cls, host: HostSpec, options: Mapping[str, Any]) -> "Method":
@@ -117,6 +128,12 @@ class Method(nn.Module):
             if name not in known:
                 raise DtemError(f"method {cls.name!r} has no option {name!r}; it has: {', '.join(sorted(known))}")
         return cls(host, cls.config_class(**options))
+
+    def init_from_host(self, host: nn.Module, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Initialise all parameters that start from the host's."""
+        if self.affine is not None:
+            self.affine.copy_from(host)
+        self.init_from_keys(key_projections)
 
     def init_from_keys(self, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:
         """Initialise from the host's head-mean key projections: per block, weight (e, c) and bias (e)."""
