@@ -81,7 +81,8 @@ def attach(model: nn.Module, merger: "Merger") -> None:
         if isinstance(module, Tuned):
             raise DtemError(f"{path} is tuned already")
         module.__dict__[LINK] = (merger, tuned, tuple(tuned._parameters))
-        module.__class__ = tuned_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = tuned_class(kind)
 
 
 def detach(model: nn.Module) -> None:
