@@ -78,7 +78,8 @@ def from_pretrained(
         model: an unpatched model of the kind that the adapter was made for.
         r: any schedule of `dtem.schedule`; None: the one in the file.
         revision: branch, tag or commit of the Hub repository.
-        options: settings of `dtem.patch` or the method to change, as far as the trained parts keep their shapes.
+        options: settings of `dtem.patch` or the method to change, as far as the trained parts keep their shapes;
+            ``norms=False`` uses the embeddings alone.
 
     Examples:
         >>> handle = dtem.from_pretrained("my.safetensors", model, r=16)
@@ -90,7 +91,7 @@ def from_pretrained(
     host = integrations.find(model).describe(model)
     path = locate(source, revision)
     try:
-        header, tensors = read(path)
+        header, tensors = _without_affine(*read(path), options)
         _check_host(header["host"], _describe(model, host))
         shapes = _shapes(header["method"], host, header["options"])
         _check_tensors(tensors, shapes)
@@ -112,6 +113,19 @@ def from_pretrained(
         handle.unpatch()
         raise
     return handle
+
+
+def _without_affine(
+    header: Header, tensors: dict[str, Tensor], options: Mapping[str, Any]
+) -> tuple[Header, dict[str, Tensor]]:
+    """The adapter without its norms (and biases), where `options` say so."""
+    leaves_out = header["options"].get("norms") and options.get("norms") is False
+    if not leaves_out:
+        return header, tensors
+    rest = {name: part for name, part in tensors.items() if not name.startswith("affine.")}
+    if not rest:
+        raise DtemError("norms=False leaves nothing of this adapter: it holds norms only")
+    return {**header, "options": {**header["options"], "norms": False, "biases": False}}, rest
 
 
 def push_to_hub(

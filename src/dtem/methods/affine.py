@@ -32,9 +32,13 @@ class AffineParameters(nn.Module):
     @torch.no_grad()
     def copy_from(self, host: nn.Module) -> None:
         """Start from the host's own values, in its precision."""
-        for name, parameter in self.named_parameters():
-            own = host.get_parameter(name)
-            parameter.data = torch.empty_like(own) if own.is_meta else own.detach().clone()
+        for path, module in self.leaves():
+            own = host.get_submodule(path)._parameters  # not its attributes: they may be the adapter's own
+            for name, parameter in module._parameters.items():
+                value = own[name]
+                assert parameter is not None
+                assert value is not None
+                parameter.data = value.detach().clone()
 
     def leaves(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that hold parameters, with the path of the host's module that each belongs to."""

@@ -35,6 +35,9 @@ class TrainConfig:
     mode: Literal["modular", "end-to-end", "finetune"] = "modular"
     """modular: embeddings learn, the model is frozen. end-to-end: both, alternating. finetune: the model learns with
     tokens merged (baselines such as tome and evit)."""
+    learn: tuple[Literal["embeddings", "norms", "biases"], ...] = ("embeddings", "norms")
+    """modular: what learns. embeddings: of the method (its trained parts). norms: the adapter's own scales and biases
+    for the model's norms; biases: its own biases for linear layers. May be given several times."""
     method: str = "dtem"
     """Reduction method."""
     loss: Literal["task", "distill", "both"] = "task"
@@ -59,8 +62,14 @@ class TrainConfig:
     """Images per update, over all processes and accumulation steps."""
     grad_accum_steps: int = 1
     """Split each update into this many passes, to save memory."""
+    norm_share: float = 0.5
+    """modular: share of the updates that train norms and biases, with hard merging; the others train embeddings."""
+    norm_r_from: float = 0.5
+    """Updates that train norms draw a factor on r, from this to 1: one set of norms then serves every r."""
     lr: float = 1e-4
     """Peak learning rate of the embeddings."""
+    norm_lr: float = 1e-3
+    """Peak learning rate of norms and biases."""
     host_lr: float = 5e-6
     """Peak learning rate of the model (end-to-end, finetune)."""
     min_lr: float = 1e-6
@@ -113,7 +122,7 @@ class TrainConfig:
         for name in ("embedding_every", "batch_size", "grad_accum_steps", "save_every"):
             if (value := getattr(self, name)) < 1:
                 raise DtemError(f"{name} = {value!r} must be 1 or more")
-        for name in ("epochs", "lr", "host_lr", "distill_temperature"):
+        for name in ("epochs", "lr", "norm_lr", "host_lr", "distill_temperature"):
             if not (value := getattr(self, name)) > 0 and not (name == "epochs" and value == 0 and self.fisher_init):
                 raise DtemError(f"{name} = {value!r} must be more than 0")
         counts = ("updates", "warmup", "workers", "eval_every", "fisher_init", "seed", "list_files")
@@ -126,6 +135,13 @@ class TrainConfig:
             )
         if not 0 <= self.r_warmup <= 1:
             raise DtemError(f"r_warmup = {self.r_warmup} must be a part of the updates, from 0 to 1")
+        if not 0 < self.norm_share < 1 or not 0 < self.norm_r_from <= 1:
+            raise DtemError(
+                f"norm_share = {self.norm_share} must be between 0 and 1, norm_r_from = {self.norm_r_from} above 0 and "
+                "at most 1"
+            )
+        if not self.learn:
+            raise DtemError("learn = () trains nothing; choose from: embeddings, norms, biases")
         if self.fisher:
             for name, value in {"loss": "distill", "grad_checkpointing": False}.items():
                 if (other := getattr(self, name)) != value:
@@ -137,6 +153,13 @@ class TrainConfig:
     def eval_rates(self) -> tuple[str, ...]:
         """The values of r to evaluate at."""
         return tuple(part.strip() for part in self.eval_r.split(","))
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """The options of the method, with those that `learn` asks for."""
+        if self.mode != "modular":
+            return self.options
+        return {**{name: True for name in ("norms", "biases") if name in self.learn}, **self.options}
 
     @property
     def fisher(self) -> bool:

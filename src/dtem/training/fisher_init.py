@@ -46,7 +46,7 @@ def _batch_moments(run: "TrainingRun", batch: Batch, index: int) -> list[ops.Mom
     """Input and gradient moments of every component, over one batch."""
     losses = integrations.AuxiliaryLosses()
     phase = run.plan.phases[0]
-    student = functools.partial(run.student, phase, run.schedules[phase.rates[0]], losses)
+    student = functools.partial(run.student, phase, run.schedules[phase.rates[0]], 1.0, losses)
     with run.accelerator.autocast():
         probes = run.task.fisher_probes(batch, run.seed_for(4, run.accelerator.process_index, index), student)
     perturbations = [candidates.perturbation for candidates in losses.merge_candidates]

@@ -69,7 +69,7 @@ class TrainingRun:
         # A host that learns cannot be its own teacher: distillation needs a copy of the initial one.
         distils = config.loss != "task" and config.mode != "modular"
         self.teacher = copy.deepcopy(model).eval().requires_grad_(False) if distils else None
-        self.handle = patch(model, config.method, 0, **config.options)
+        self.handle = patch(model, config.method, 0, **config.method_options)
         if config.grad_checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]  # every host has it
         nn.ModuleList(filter(None, (model, self.teacher))).to(accelerator.device)
@@ -255,6 +255,9 @@ class TrainingRun:
         config, phase = self.config, self.plan.phase(self.update)
         generator = torch.Generator().manual_seed(self.seed_for(0))
         rate = self.schedules[phase.rates[int(torch.randint(len(phase.rates), (), generator=generator))]]
+        r_factor = r_warmup_factor(self.update, self.total, config.r_warmup)
+        if phase.r_from < 1:
+            r_factor *= phase.r_from + (1 - phase.r_from) * float(torch.rand((), generator=generator))
         torch.manual_seed(self.seed_for(1, self.accelerator.process_index))
         optimiser = self.optimisers[phase.learns]
         progress = self._time_share if config.max_seconds else None
@@ -266,7 +269,7 @@ class TrainingRun:
         parts: dict[str, Tensor] = {}
         for index, batch in enumerate(passes):
             with self.accelerator.autocast():
-                loss, auxiliary = self._pass_loss(batch, index, phase, rate)
+                loss, auxiliary = self._pass_loss(batch, index, phase, rate, r_factor)
                 loss = loss / len(passes)
             self.accelerator.backward(loss)
             total += loss.detach()
@@ -290,11 +293,11 @@ class TrainingRun:
         return values
 
     def _pass_loss(
-        self, batch: Any, index: int, phase: Phase, rate: str
+        self, batch: Any, index: int, phase: Phase, rate: str, r_factor: float
     ) -> tuple[Tensor, integrations.AuxiliaryLosses]:
         """The loss of one forward pass, and the losses of the method in it."""
         auxiliary = integrations.AuxiliaryLosses()
-        student = functools.partial(self.student, phase, rate, auxiliary)
+        student = functools.partial(self.student, phase, rate, r_factor, auxiliary)
         seed = self.seed_for(2, self.accelerator.process_index, index)
         if self.config.fisher and phase.learns == "embeddings":
             probes = self.task.fisher_probes(batch, seed, student)
@@ -303,9 +306,10 @@ class TrainingRun:
             loss = self.task.loss(batch, seed, student, self._run_teacher)
         return sum(auxiliary.values(), loss), auxiliary
 
-    def student(self, phase: Phase, rate: str, auxiliary: integrations.AuxiliaryLosses, *inputs: Tensor) -> Tensor:
+    def student(
+        self, phase: Phase, rate: str, r_factor: float, auxiliary: integrations.AuxiliaryLosses, *inputs: Tensor
+    ) -> Tensor:
         """The output of the model with merging; the losses of the method go into `auxiliary`."""
-        r_factor = r_warmup_factor(self.update, self.total, self.config.r_warmup)
         activate_phase(self.plan, phase, self.handle, rate, r_factor)
         self.handle.method.train(phase.soft)  # randomness of the method, also beside a host in eval mode
         with self.handle.auxiliary_losses() as losses:
@@ -327,7 +331,7 @@ class TrainingRun:
         return self.accelerator.prepare(torch.optim.AdamW(groups, lr=self._peak_lr(name)))
 
     def _peak_lr(self, name: str) -> float:
-        return self.config.lr if name == "embeddings" else self.config.host_lr
+        return {"embeddings": self.config.lr, "norms": self.config.norm_lr, "host": self.config.host_lr}[name]
 
     def seed_for(self, *purpose: int) -> int:
         """A seed for one purpose in this update."""

@@ -1,6 +1,7 @@
 """Phases of training: which parameters learn in an update, at which r, with soft or hard merging.
 
-modular      every update trains the embeddings through soft merging; the host is frozen and in eval mode
+modular      the host is frozen and in eval mode. Updates train the embeddings through soft merging, or the adapter's
+             own norms with hard merging as in inference; the two kinds take turns
 end-to-end   one in ten updates does that; the others train the host with hard merging, as in inference
 finetune     every update trains the host with hard merging (the baselines)
 """
@@ -20,24 +21,28 @@ class Phase(NamedTuple):
     """One kind of update."""
 
     learns: str
-    """``embeddings`` or ``host``: the parameters that change, and their optimiser."""
+    """``embeddings``, ``norms`` or ``host``: the parameters that change, and their optimiser."""
     soft: bool
     rates: tuple[str, ...]
     """Schedules, of which one is drawn for each update."""
     host_in_train_mode: bool
     """For stochastic depth."""
+    r_from: float = 1.0
+    """A factor on r is drawn for each update, from this to 1."""
 
 
 class TrainingPlan(NamedTuple):
     """All phases of a run, and the parameters that learn in them."""
 
     phases: tuple[Phase, ...]
-    embedding_every: int
-    """One in this many updates belongs to the first phase, the others to the last one."""
+    first_share: float
+    """Share of the updates that belong to the first phase, evenly spaced; the others belong to the last one."""
     parameters: dict[str, list[Parameter]]
 
     def phase(self, update: int) -> Phase:
-        return self.phases[0] if update % self.embedding_every == 0 else self.phases[-1]
+        """The phase of an update; the very first belongs to the first."""
+        starts = math.ceil(round((update + 1) * self.first_share, 6)) > math.ceil(round(update * self.first_share, 6))
+        return self.phases[0] if starts else self.phases[-1]
 
 
 def make_plan(config: TrainConfig, handle: Handle) -> TrainingPlan:
@@ -45,25 +50,40 @@ def make_plan(config: TrainConfig, handle: Handle) -> TrainingPlan:
     frozen."""
     method, model = handle.method, handle.model
     soft_rates, host_rates = _split(config.r), _split(config.host_r)
-    embeddings = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    affine = [] if method.affine is None else [p for p in method.affine.parameters() if p.requires_grad]
+    own = {id(parameter) for parameter in affine}
+    embeddings = [p for p in method.parameters() if p.requires_grad and id(p) not in own]
     host = [p for name, p in model.named_parameters() if not name.startswith("dtem.") and p.requires_grad]
-    if config.mode != "finetune" and not method.has_soft_mode():
+    if config.mode == "end-to-end" and not method.has_soft_mode():
         raise DtemError(f"method {method.name!r} has no soft mode to train in; use mode = 'finetune'")
     if config.mode != "modular" and not host:
         raise DtemError(f"mode = {config.mode!r} trains the model, and all of it is frozen (requires_grad is False)")
     if config.mode == "modular":
-        if not embeddings:
-            raise DtemError(f"method {method.name!r} has no trained parts; use mode = 'finetune'")
         _freeze(host)
-        return TrainingPlan((Phase("embeddings", True, soft_rates, False),), 1, {"embeddings": embeddings})
+        learns: dict[str, list[Parameter]] = {}
+        phases: list[Phase] = []
+        if embeddings and "embeddings" in config.learn and method.has_soft_mode():
+            learns["embeddings"] = embeddings
+            phases.append(Phase("embeddings", True, soft_rates, False))
+        else:
+            _freeze(embeddings)
+        if affine:
+            learns["norms"] = affine
+            phases.append(Phase("norms", False, soft_rates, False, config.norm_r_from))
+        if not phases:
+            raise DtemError(
+                f"method {method.name!r} has no trained parts that learn = {', '.join(config.learn)} names; add norms, "
+                "or use mode = 'finetune'"
+            )
+        return TrainingPlan(tuple(phases), 1 - config.norm_share if len(phases) > 1 else 1, learns)
     if config.mode == "finetune":
         _freeze(embeddings)
         return TrainingPlan((Phase("host", False, soft_rates, True),), 1, {"host": host})
     hard = Phase("host", False, host_rates, True)
     if not embeddings:  # soft merging on keys: the soft step changes the host itself
-        return TrainingPlan((Phase("host", True, soft_rates, True), hard), config.embedding_every, {"host": host})
+        return TrainingPlan((Phase("host", True, soft_rates, True), hard), 1 / config.embedding_every, {"host": host})
     learns = {"embeddings": embeddings, "host": host}
-    return TrainingPlan((Phase("embeddings", True, soft_rates, False), hard), config.embedding_every, learns)
+    return TrainingPlan((Phase("embeddings", True, soft_rates, False), hard), 1 / config.embedding_every, learns)
 
 
 def r_warmup_factor(update: int, total: int, r_warmup: float) -> float:
