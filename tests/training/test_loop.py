@@ -1,6 +1,7 @@
 """Runs on a tiny model: what learns, that a killed run ends as an uninterrupted one, and what goes wrong early."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from torch import nn
 
 import dtem
 from benchmarks.reproduce import register_ablations
+from dtem.adapters import storage
 from dtem.cli import main
 from dtem.errors import DtemError
 from dtem.methods import METHODS
@@ -102,7 +104,7 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 def test_modular_changes_embeddings_alone(images: Path, tmp_path: Path) -> None:
     host = model()
     before = state(host)
-    result = train(host, settings(images, tmp_path))
+    result = train(host, settings(images, tmp_path, learn=["embeddings"]))
     after = state(host)
     untrained = state(dtem.patch(model()).model)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -114,6 +116,51 @@ def test_modular_changes_embeddings_alone(images: Path, tmp_path: Path) -> None:
     assert loaded.plan[0] == 4
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(loaded.model.eval()(x), host(x))
+
+
+def test_norms_and_embeddings_take_turns(images: Path, tmp_path: Path) -> None:
+    host = model()
+    before = state(host)
+    result = train(host, settings(images, tmp_path, updates=8, norm_share=0.75, r="8", loss="distill"))
+    assert all(torch.equal(part, before[name]) for name, part in host.state_dict().items())
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [name for line in lines for name in line if name.startswith("r/")] == [
+        *["r/embeddings", "r/norms", "r/norms", "r/norms"] * 2
+    ]
+    assert {line["r/embeddings"] for line in lines if "r/embeddings" in line} == {8}
+    drawn = [line["r/norms"] for line in lines if "r/norms" in line]
+    assert min(drawn) >= 4
+    assert max(drawn) <= 8
+    assert len(set(drawn)) > 1
+    untrained = dtem.patch(model(), norms=True).method.state_dict()
+    moved = {name for name, part in result.handle.method.state_dict().items() if not torch.equal(part, untrained[name])}
+    assert {name.split(".")[0] for name in moved} == {"affine", "embeddings"}
+    loaded = dtem.from_pretrained(tmp_path / "adapter.safetensors", model())
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(loaded.model.eval()(x), host(x))
+
+
+def test_norms_alone_for_a_method_without_embeddings(images: Path, tmp_path: Path) -> None:
+    result = train(model(), settings(images, tmp_path, method="tome", learn=["norms", "biases"], norm_lr=1e-2))
+    untrained = dtem.patch(model(), "tome", norms=True, biases=True).method.state_dict()
+    moved = {name for name, part in result.handle.method.state_dict().items() if not torch.equal(part, untrained[name])}
+    assert {name.rsplit(".", 2)[-2] for name in moved} >= {"norm1", "norm2", "norm", "qkv", "fc1"}
+    assert dtem.from_pretrained(tmp_path / "adapter.safetensors", model()).method.name == "tome"
+    with pytest.raises(DtemError, match=r"'tome' has no trained parts that learn = embeddings names; add norms"):
+        train(model(), settings(images, tmp_path / "none", method="tome", learn=["embeddings"]))
+
+
+def test_a_run_can_start_from_an_adapter(images: Path, tmp_path: Path) -> None:
+    first = train(model(), settings(images, tmp_path / "first", learn=["embeddings"]))
+    config = settings(images, tmp_path / "second", learn=["norms"], adapter=str(tmp_path / "first/adapter.safetensors"))
+    second = train(model(), config)
+    for name, part in first.handle.method.state_dict().items():
+        assert torch.equal(part, second.handle.method.state_dict()[name]), "embeddings stay as they were"
+    assert any(part.any() for part in second.handle.method.affine.parameters())
+    listed = storage.trained_on(storage.read(tmp_path / "second/adapter.safetensors")[0])
+    assert len(listed) == len({path.name for path in images.glob("*/*.png")})
+    with pytest.raises(DtemError, match=r"adapter\.safetensors: it has nothing that method 'tome' learns here"):
+        train(model(), dataclasses.replace(config, out=str(tmp_path / "third"), method="tome"))
 
 
 def test_end_to_end_takes_turns(images: Path, tmp_path: Path) -> None:

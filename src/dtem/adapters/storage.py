@@ -128,6 +128,23 @@ def _without_affine(
     return {**header, "options": {**header["options"], "norms": False, "biases": False}}, rest
 
 
+def start_from(handle: Handle, source: Source) -> Header:
+    """Load what an adapter and the method of `handle` have in common; the rest stays as it is. Returns its header."""
+    path = locate(source, None)
+    try:
+        header, tensors = read(path)
+        _check_host(header["host"], _describe(handle.model, handle.host))
+        own = handle.method.state_dict()
+        common = {name: part for name, part in tensors.items() if name in own and part.shape == own[name].shape}
+        if not common:
+            raise DtemError(f"it has nothing that method {handle.method.name!r} learns here")
+        check_finite(common)
+    except DtemError as error:
+        raise DtemError(f"{path}: {error}") from error
+    handle.method.load_state_dict({**own, **common})
+    return header
+
+
 def push_to_hub(
     handle: Handle,
     repo_id: str,

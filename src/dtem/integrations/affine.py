@@ -1,13 +1,14 @@
-"""Let modules of the host use the adapter's scales and biases (`Method.affine`) while tokens are merged.
+"""Let modules of the host compute with the adapter's scales and biases (`Method.affine`) while tokens are merged.
 
-The class of each such module becomes a subclass whose `weight` and `bias` are properties: the adapter's while merging
-is active, else the module's own, which are never written to. The host's own forward runs, so this works for every kind
-of norm, and adds nothing to the computation.
+The class of each such module becomes a subclass whose `weight` and `bias` are properties: θ + f(r) Δ while merging is
+active, else the module's own θ, which is never written to. The host's own forward runs, so this works for every kind of
+norm. (The sum of a few hundred numbers is computed anew each time: kept ones could be stale. Exported files hold sums.)
 """
 
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from dtem.errors import DtemError
@@ -16,12 +17,31 @@ if TYPE_CHECKING:
     from dtem.integrations.base import Merger
 
 LINK = "dtem_affine"
-"""Plain attribute of such a module: the model's `Merger`, the module in `Method.affine` with the parameters, and their
-names."""
+"""Plain attribute of such a module: its `Link`."""
+
+
+class Link:
+    """What such a module computes with.
+
+    Args:
+        merger: of the model.
+        delta: the module in `Method.affine` that holds its Δ.
+    """
+
+    def __init__(self, merger: "Merger", delta: nn.Module) -> None:
+        self.merger = merger
+        self.delta = delta
+        self.names = tuple(delta._parameters)
+
+    def current(self, name: str, own: Tensor) -> Tensor:
+        """The parameter `name` at the present r."""
+        if not self.merger.active or name not in self.names:
+            return own
+        return torch.add(own, getattr(self.delta, name), alpha=self.merger.merged_share)
 
 
 class Tuned:
-    """Mixin of modules whose scale or bias is the adapter's while tokens are merged."""
+    """Mixin of modules whose scale or bias the adapter changes while tokens are merged."""
 
     @property
     def weight(self) -> Any:
@@ -47,11 +67,9 @@ class Tuned:
 
 
 def _current(module: Any, name: str) -> Tensor | None:
-    merger, tuned, names = module.__dict__[LINK]
-    if merger.active and name in names:
-        return getattr(tuned, name)
-    own = module.__dict__["_parameters"]
-    return own[name] if name in own else module.__dict__.get(name)
+    parameters = module.__dict__["_parameters"]
+    own = parameters[name] if name in parameters else module.__dict__.get(name)
+    return None if own is None else module.__dict__[LINK].current(name, own)
 
 
 def _set(module: Any, name: str, value: Any) -> None:
@@ -74,13 +92,13 @@ def _empty(cls: type) -> Any:
 
 
 def attach(model: nn.Module, merger: "Merger") -> None:
-    """Let the modules of `model` use the parameters of `merger.method.affine`, if it has any."""
+    """Let the modules of `model` compute with `merger.method.affine`, if there is any."""
     affine = merger.method.affine
-    for path, tuned in affine.leaves() if affine is not None else ():
+    for path, delta in affine.leaves() if affine is not None else ():
         module = model.get_submodule(path)
         if isinstance(module, Tuned):
-            raise DtemError(f"{path} is tuned already")
-        module.__dict__[LINK] = (merger, tuned, tuple(tuned._parameters))
+            raise DtemError(f"{path} is tuned already: it belongs to another patched model too; copy it first")
+        module.__dict__[LINK] = Link(merger, delta)
         kind: Any = type(module)
         module.__class__ = tuned_class(kind)
 
@@ -97,6 +115,23 @@ def rebind(model: Any) -> None:
     """In a replica of DataParallel, use the replica's own parameters: plain attributes are not replicated."""
     affine = model.dtem.method.affine
     if affine is not None and getattr(model, "_is_replica", False):
-        for path, tuned in affine.leaves():
+        for path, delta in affine.leaves():
             module = model.get_submodule(path)
-            module.__dict__[LINK] = (model.dtem, tuned, module.__dict__[LINK][2])
+            names = module.__dict__[LINK].names
+            module.__dict__[LINK] = Link(model.dtem, delta)
+            module.__dict__[LINK].names = names
+
+
+@torch.no_grad()
+def merge_into_host(model: Any) -> None:
+    """Write the parameters at the present r into the host's own, for good: for a copy that is exported."""
+    if model.dtem.method.affine is None:
+        return
+    tuned: list[Any] = [module for module in model.modules() if isinstance(module, Tuned)]
+    values = [(module, name, _current(module, name)) for module in tuned for name in ("weight", "bias")]
+    detach(model)
+    model.dtem.method.affine = None
+    for module, name, value in values:
+        own = module._parameters.get(name)
+        if own is not None and value is not None:
+            module.register_parameter(name, nn.Parameter(value.detach().clone(), requires_grad=own.requires_grad))

@@ -120,9 +120,13 @@ class Merger(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: schedules.BlockRates) -> None:
+        host = self.method.host
         self._schedule = schedule
-        self.active = any(schedule.per_block(self.method.host.depth))
+        self.active = any(schedule.per_block(host.depth))
         """Whether any block reduces tokens; if not, the host's own forward runs."""
+        available = host.patches * (host.depth if self.method.resets_each_block else 1)
+        self.merged_share = sum(self.plan(host.patches)) / available
+        """Share of the patches that all blocks merge, at the host's own image size (`methods.affine`)."""
 
     @property
     def trace(self) -> Trace | None:

@@ -1,8 +1,11 @@
 """An adapter's own scales and biases for the host's norms, and biases for its linear layers.
 
 A merged token is a mean, so every norm sees another distribution than the host was trained with. A method with
-``norms=True`` or ``biases=True`` has parameters of its own for them, used while tokens are merged. They have the names
-and the initial values of the host's.
+``norms=True`` or ``biases=True`` learns a change Δ of these parameters. While tokens are merged, the host computes with
+
+    θ(r) = θ + f(r) Δ        f(r): the share of patches that all blocks merge, 0 at r = 0
+
+so the adapter tends to the host as r → 0, and one Δ serves every r. The host's own θ is never written to.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class AffineParameters(nn.Module):
-    """Parameters under the names of the host's, in a tree of modules like the host's."""
+    """Δ of parameters of the host, under their names, in a tree of modules like the host's."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -27,18 +30,18 @@ class AffineParameters(nn.Module):
                 if part not in module._modules:
                     module.add_module(part, nn.Module())
                 module = module.get_submodule(part)
-            module.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+            module.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
 
     @torch.no_grad()
-    def copy_from(self, host: nn.Module) -> None:
-        """Start from the host's own values, in its precision."""
+    def reset(self, host: nn.Module) -> None:
+        """No change, in the precision and on the device of the host's parameters."""
         for path, module in self.leaves():
-            own = host.get_submodule(path)._parameters  # not its attributes: they may be the adapter's own
+            own = host.get_submodule(path)._parameters
             for name, parameter in module._parameters.items():
                 value = own[name]
                 assert parameter is not None
                 assert value is not None
-                parameter.data = value.detach().clone()
+                parameter.data = torch.zeros_like(value, requires_grad=False)
 
     def leaves(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that hold parameters, with the path of the host's module that each belongs to."""
@@ -46,7 +49,7 @@ class AffineParameters(nn.Module):
 
 
 def affine_parameters(host: HostSpec, norms: bool, biases: bool) -> AffineParameters | None:
-    """The parameters that a method with these settings has, not initialised; None without any."""
+    """The parameters of a method with these settings; None without any."""
     shapes = {**(host.norms if norms else {}), **(host.biases if biases else {})}
     return AffineParameters(shapes) if shapes else None
 

@@ -71,9 +71,9 @@ class Config:
     """Proportional attention: True (in the host's blocks, but not in a text decoder, as in the paper), "everywhere" (in
     the text decoder too), False, or "train" (in soft mode only). None: "train" for MAE weights, else "everywhere"."""
     norms: bool = False
-    """Own scales and biases for the host's norms (LN tuning), used while tokens are merged."""
+    """Learn a change of the scales and biases of the host's norms (LN tuning), used while tokens are merged."""
     biases: bool = False
-    """Own biases for the host's linear layers, used while tokens are merged."""
+    """Learn a change of the biases of the host's linear layers, used while tokens are merged."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -118,7 +118,7 @@ class Method(nn.Module):
         if config.norms and not host.norms:
             raise DtemError(f"norms = True, but dtem knows no norms of {host.name} ({host.family}); leave it out")
         self.affine = affine_parameters(host, config.norms, config.biases)
-        """Own parameters for the host's norms (and linear layers); None without any."""
+        """Learned changes of the host's norms (and biases); None without any."""
 
     @classmethod
     def create(cls, host: HostSpec, options: Mapping[str, Any]) -> "Method":
@@ -132,7 +132,7 @@ class Method(nn.Module):
     def init_from_host(self, host: nn.Module, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:
         """Initialise all parameters that start from the host's."""
         if self.affine is not None:
-            self.affine.copy_from(host)
+            self.affine.reset(host)
         self.init_from_keys(key_projections)
 
     def init_from_keys(self, key_projections: list[tuple[Tensor, Tensor | None]]) -> None:

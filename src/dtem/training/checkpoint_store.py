@@ -80,7 +80,8 @@ class CheckpointStore:
             notes |= {"seed": str(config.seed), "updates": str(run.update)}
             with handle.at(r=run.final_r):
                 path = self.folder / (BEST_ADAPTER if best else ADAPTER)
-                storage.save_pretrained(handle, path, trained_r=run.largest_r, notes=notes | run.task.describe())
+                notes |= run.task.describe(run.seen_before)
+                storage.save_pretrained(handle, path, trained_r=run.largest_r, notes=notes)
         if "host" in run.plan.parameters:
             state = {name: part.detach().cpu().contiguous() for name, part in handle.model.state_dict().items()}
             write_file(self.folder / (BEST_HOST if best else HOST), to_bytes(state))

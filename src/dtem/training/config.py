@@ -40,6 +40,8 @@ class TrainConfig:
     for the model's norms; biases: its own biases for linear layers. May be given several times."""
     method: str = "dtem"
     """Reduction method."""
+    adapter: str = ""
+    """Adapter to start from: a file, a shipped name or a Hub id. Parts that it lacks start as usual."""
     loss: Literal["task", "distill", "both"] = "task"
     """task (labels), distill (KL to the unmerged model's own output; needs no labels) or both (their sum)."""
     distill_temperature: float = 1.0

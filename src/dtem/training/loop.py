@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dtem import integrations, ops
+from dtem.adapters import storage
 from dtem.data.loader import Batch
 from dtem.data.sources import Source
 from dtem.errors import DtemError, require
@@ -70,6 +71,10 @@ class TrainingRun:
         distils = config.loss != "task" and config.mode != "modular"
         self.teacher = copy.deepcopy(model).eval().requires_grad_(False) if distils else None
         self.handle = patch(model, config.method, 0, **config.method_options)
+        self.seen_before: list[str] = []
+        """Names of the images that the adapter of the start has learned from."""
+        if config.adapter:
+            self.seen_before = storage.trained_on(storage.start_from(self.handle, config.adapter))
         if config.grad_checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]  # every host has it
         nn.ModuleList(filter(None, (model, self.teacher))).to(accelerator.device)

@@ -181,12 +181,13 @@ class TaskBase(ABC):
     def metrics(self, outcomes: Any) -> dict[str, float]:
         """Metrics at one r by name, the most important first."""
 
-    def describe(self) -> dict[str, str]:
-        """Notes of the adapter on its data: the names of the training files, where there are not too many."""
+    def describe(self, seen_before: Sequence[str] = ()) -> dict[str, str]:
+        """Notes of the adapter on its data: the names of the training files, where there are not too many, and of those
+        that it has learned from before."""
         names = self.source.names
         if names is None or len(names) > self.config.list_files:
-            return {}
-        return {"trained_on": json.dumps(sorted({PurePath(name).name for name in names}))}
+            return {"trained_on": json.dumps(sorted(seen_before))} if seen_before else {}
+        return {"trained_on": json.dumps(sorted({PurePath(name).name for name in names} | set(seen_before)))}
 
 
 def open_task(
