@@ -62,7 +62,7 @@ def test_an_actor_predicts_and_lists_bad_files(weights) -> None:
 
 @pytest.mark.slow
 def test_the_script_on_a_local_ray(weights, tmp_path) -> None:
-    pytest.importorskip("ray", reason='ray is not installed: pip install "dtem[ray]"')
+    pytest.importorskip("ray", reason='ray is not installed: pip install ".[ray]"')
     import pyarrow.parquet
 
     photos = tmp_path / "photos"

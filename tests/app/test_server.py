@@ -21,7 +21,7 @@ import timm
 import torch
 from PIL import Image
 
-gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
+gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install '.[app]'")
 
 from dtem.app import guard, server  # noqa: E402
 from dtem.app.explorer import CACHE_SIZE, UNMERGED, Explorer, Model, digit_model  # noqa: E402

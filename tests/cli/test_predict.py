@@ -25,7 +25,7 @@ from dtem.evaluation import prediction_files
 from dtem.evaluation.predict import RemainingImages
 from dtem.evaluation.prediction_files import PartialPredictions
 
-parquet = pytest.importorskip("pyarrow.parquet", reason='needs pip install "dtem[predict]"')
+parquet = pytest.importorskip("pyarrow.parquet", reason='needs pip install ".[predict]"')
 
 MODEL = "deit_tiny_patch16_224"
 CLASSES = 4

@@ -14,8 +14,8 @@ from dtem.cli import main
 from dtem.errors import DtemError
 from dtem.exporters import check, files
 
-pytest.importorskip("onnxscript", reason='needs pip install "dtem[export]"')
-pytest.importorskip("openvino", reason='needs pip install "dtem[openvino]"')
+pytest.importorskip("onnxscript", reason='needs pip install ".[export]"')
+pytest.importorskip("openvino", reason='needs pip install ".[openvino]"')
 
 CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "torch-dinov2_registers-dtem"]
 MORE = ["onnx-siglip-dtem", "onnx-deit-evit", "onnx-non_square-dtem", "torch-siglip-tome", "openvino-deit3-dtem"]

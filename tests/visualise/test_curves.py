@@ -10,7 +10,7 @@ from dtem.errors import DtemError
 from dtem.visualise import curves
 from dtem.visualise.curves import Point
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'dtem[plot]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[plot]'")
 
 LINES = {
     "tome": [Point(0.6, 69.9, "r=16"), Point(0.9, 73.6, "r=8")],
