@@ -150,9 +150,9 @@ def test_images_that_tell_the_methods_apart_are_shown_first() -> None:
 
 
 def test_pictures_are_of_blocks_that_merged_much() -> None:
-    assert groups.telling_blocks([180, 147, 100, 98, 20, 10], 196) == [1, 3, 4, 5]
-    assert groups.telling_blocks([40, 10], 196) == [0, 1]
-    assert groups.telling_blocks([190, 184], 196) == [1]
+    assert groups.milestone_blocks([180, 147, 100, 98, 20, 10], 196) == [1, 3, 4, 5]
+    assert groups.milestone_blocks([40, 10], 196) == [0, 1]
+    assert groups.milestone_blocks([190, 184], 196) == [1]
 
 
 @pytest.mark.parametrize(

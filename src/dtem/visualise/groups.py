@@ -20,7 +20,7 @@ _PATCH = 12
 """Least pixels of a patch in a picture: room for the lines."""
 LINE = (230, 60, 40)
 SHARES = (0.75, 0.5, 0.25, 0.1)
-"""Shares of patches left at which `telling_blocks` takes a block."""
+"""Shares of patches left at which `milestone_blocks` takes a block."""
 DIM, HATCH, STRIDE = 0.3, (150, 150, 150), 6
 """Dropped patches: factor of their brightness, and colour and distance (pixels) of diagonal lines."""
 
@@ -124,7 +124,7 @@ def data_uri(picture: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
 
 
-def telling_blocks(left: Sequence[int], patches: int) -> list[int]:
+def milestone_blocks(left: Sequence[int], patches: int) -> list[int]:
     """The blocks after which three quarters, half, a quarter and a tenth of the patches are left; at least the last.
 
     Args:

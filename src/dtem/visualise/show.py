@@ -94,7 +94,7 @@ class Visualisation(Report):
         """Indices of the blocks that `which` stands for."""
         first = next(iter(self.views.values()))
         left = [first.num_groups(block) for block in range(self.depth)]
-        return groups.choose_blocks(which, self.depth, groups.telling_blocks(left, self.grid[0] * self.grid[1]))
+        return groups.choose_blocks(which, self.depth, groups.milestone_blocks(left, self.grid[0] * self.grid[1]))
 
     def picture(self, blocks: Blocks = "some") -> "Image.Image":
         """One row per method: the image, then its groups after some blocks."""
