@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtem.evaluation.evaluate import evaluate
     from dtem.evaluation.flops_report import count_flops
     from dtem.evaluation.predict import predict
-    from dtem.exporters.files import export
+    from dtem.exporters.export import export
     from dtem.handle import Handle, patch
     from dtem.integrations import register_integration
     from dtem.measure.record import load_record
@@ -38,7 +38,7 @@ _PUBLIC = {
     "count_flops": "dtem.evaluation.flops_report",
     "create_model": "dtem.models.factory",
     "evaluate": "dtem.evaluation.evaluate",
-    "export": "dtem.exporters.files",
+    "export": "dtem.exporters.export",
     "from_pretrained": "dtem.adapters.storage",
     "list_adapters": "dtem.adapters.storage",
     "list_methods": "dtem.methods",

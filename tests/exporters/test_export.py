@@ -12,7 +12,7 @@ import torch
 import dtem
 from dtem.cli import main
 from dtem.errors import DtemError
-from dtem.exporters import check, files
+from dtem.exporters import check, export
 
 pytest.importorskip("onnxscript", reason='needs pip install ".[export]"')
 pytest.importorskip("openvino", reason='needs pip install ".[openvino]"')
@@ -199,10 +199,10 @@ def test_soft_merging_is_no_file(tmp_path) -> None:
 def test_a_file_that_computes_something_else_gets_no_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its check fails, and an older file of that name stays."""
     handle = dtem.patch(tiny(), r=2)
-    monkeypatch.setattr(files.program, "trace", lambda model, image: None)
-    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held, fold: path.write_bytes(b"new"))
-    monkeypatch.setattr(files.onnx, "operator_counts", lambda path: {})
-    monkeypatch.setattr(files.onnx, "runner", lambda path: lambda images: torch.ones(len(images), 3) * 100)
+    monkeypatch.setattr(export.program, "trace", lambda model, image: None)
+    monkeypatch.setattr(export.onnx, "save", lambda traced, path, held, fold: path.write_bytes(b"new"))
+    monkeypatch.setattr(export.onnx, "operator_counts", lambda path: {})
+    monkeypatch.setattr(export.onnx, "runner", lambda path: lambda images: torch.ones(len(images), 3) * 100)
     (tmp_path / "a.onnx").write_bytes(b"old")
     with pytest.raises(DtemError, match="0 of 2 images agree"):
         dtem.export(handle, tmp_path / "a.onnx", data=[torch.randn(2, 3, 32, 32)])
@@ -215,11 +215,11 @@ def test_whose_biases_are_folded(r, int8, folded, tmp_path, monkeypatch: pytest.
     """An unmerged file is the host as it is; int8 wants activations as the model has them."""
     handle = dtem.patch(tiny(), r=r)
     asked = []
-    monkeypatch.setattr(files.program, "trace", lambda model, image: None)
-    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held, fold: [asked.append(fold), path.touch()])
-    monkeypatch.setattr(files.onnx, "quantise", lambda path, out: None)
-    monkeypatch.setattr(files.onnx, "operator_counts", lambda path: {})
-    monkeypatch.setattr(files.onnx, "runner", lambda path: handle.model)
+    monkeypatch.setattr(export.program, "trace", lambda model, image: None)
+    monkeypatch.setattr(export.onnx, "save", lambda traced, path, held, fold: [asked.append(fold), path.touch()])
+    monkeypatch.setattr(export.onnx, "quantise", lambda path, out: None)
+    monkeypatch.setattr(export.onnx, "operator_counts", lambda path: {})
+    monkeypatch.setattr(export.onnx, "runner", lambda path: handle.model)
     dtem.export(handle, tmp_path / "a.onnx", data=[torch.randn(2, 3, 32, 32)], int8=int8)
     assert asked == [folded]
 

@@ -14,7 +14,7 @@ import dtem
 from dtem.data import images
 from dtem.data.labels import class_name
 from dtem.errors import DtemError
-from dtem.visualise.attention import class_attention
+from dtem.visualise.class_attention import class_attention
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 7}
 

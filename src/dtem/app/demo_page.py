@@ -16,7 +16,7 @@ from dtem.handle import Handle
 from dtem.measure import record
 from dtem.tables import Table
 from dtem.tasks.classification.outcomes import Outcomes
-from dtem.visualise import curves, groups, report
+from dtem.visualise import curves, groups, html_page
 
 if TYPE_CHECKING:
     from dtem.app.demo import DemoReport
@@ -36,7 +36,7 @@ def page(demo: "DemoReport", pictures: Sequence[Picture]) -> str:
     from dtem.app.demo import conclusions
 
     training, evaluation = demo.training, demo.evaluation
-    document = report.Page(f"dtem demo: {evaluation.model}")
+    document = html_page.Page(f"dtem demo: {evaluation.model}")
     document.text(
         f"Token merging makes a Vision Transformer faster by joining tokens that are alike. ToMe decides that by the "
         f"keys of attention; DTEM by an embedding that was trained for it, here for {training.seconds:.0f} seconds "
@@ -45,7 +45,9 @@ def page(demo: "DemoReport", pictures: Sequence[Picture]) -> str:
         *conclusions(demo.verdicts),
     )
     document.heading("Accuracy and cost")
-    document.figure(_plot(evaluation), "Accuracy against operations per image; the star is the unmerged model.", plot=True)
+    document.figure(
+        _plot(evaluation), "Accuracy against operations per image; the star is the unmerged model.", plot=True
+    )
     for table in evaluation.parts():
         if isinstance(table, Table):
             document.heading(table.title)

@@ -13,7 +13,7 @@ from torch import nn
 from dtem import integrations, methods, schedule
 from dtem.adapters.attach import as_handle, attach, is_patched
 from dtem.errors import DtemError
-from dtem.evaluation.report import public_name
+from dtem.evaluation.evaluation_report import public_name
 from dtem.evaluation.variants import UNMERGED, check_device
 from dtem.handle import Handle
 from dtem.measure import flops, throughput

@@ -15,8 +15,8 @@ from dtem.data.sources import Source
 from dtem.errors import DtemError, require
 from dtem.evaluation.captioning import evaluate_captioners
 from dtem.evaluation.classification import evaluate_classifiers
+from dtem.evaluation.evaluation_report import EvaluationReport, public_name, save_record
 from dtem.evaluation.knn import NUM_NEIGHBOURS
-from dtem.evaluation.report import EvaluationReport, public_name, save_record
 from dtem.evaluation.segmentation import evaluate_segmenters
 from dtem.evaluation.variants import REFERENCE, Adapters, RunSettings, Setup, check_methods, patched_variants
 from dtem.handle import Handle

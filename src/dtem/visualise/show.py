@@ -20,7 +20,8 @@ from dtem.handle import Handle
 from dtem.integrations import as_logits_fn
 from dtem.tables import Report, Table
 from dtem.tasks.running import eval_mode
-from dtem.visualise import allocation, attention, groups
+from dtem.visualise import allocation, groups
+from dtem.visualise.class_attention import class_attention
 from dtem.visualise.curves import form_of
 from dtem.visualise.sheet import sheet
 
@@ -278,7 +279,7 @@ def _foreground(
     handle: Handle, x: Tensor, image: "Image.Image", mask: Any, grid: tuple[int, int]
 ) -> tuple[Bool[np.ndarray, " p"] | None, str | None]:
     if mask is None:
-        weights = attention.class_attention(handle, _like_weights(handle, x))
+        weights = class_attention(handle, _like_weights(handle, x))
         return (None, None) if weights is None else (allocation.by_attention(weights[0].cpu()), BY_ATTENTION)
     if isinstance(mask, np.ndarray) and mask.dtype == bool:
         mask = mask.astype(np.uint8) * 255
