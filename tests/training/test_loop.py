@@ -56,7 +56,7 @@ def ablations() -> Iterator[None]:
     register_ablations()
     yield
     for name in ("tome_soft", "tome_gumbel"):
-        METHODS.unregister(name)
+        METHODS._classes.pop(name)
 
 
 def model(drop_path: float = 0.0) -> nn.Module:

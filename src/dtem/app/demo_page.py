@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dtem.data.loader import Loader
-from dtem.data.preprocessing import resolve_data_config
+from dtem.data.preprocessing import pixel_statistics, resolve_data_config
 from dtem.data.sources import Source, Subset
 from dtem.data.transforms import eval_transform
 from dtem.evaluation.classification import ClassificationReport
@@ -115,7 +115,7 @@ def _caption(outcomes: Mapping[str, Outcomes], index: int, r: str) -> str:
 
 def _figure(image: Tensor, sources: Mapping[str, Tensor], config: Mapping[str, Any], grid: tuple[int, int]) -> str:
     """The image and its merged patches after some blocks, one row per method."""
-    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = pixel_statistics(config)
     pixels = (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
     left = [len(block.unique()) for block in next(iter(sources.values()))]
     blocks = groups.milestone_blocks(left, grid[0] * grid[1])

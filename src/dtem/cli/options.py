@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from dtem.cli.parser import VerbParser, comma_list, image_size
 from dtem.errors import DtemError, require
+from dtem.evaluation import DTYPES
 
 if TYPE_CHECKING:
     from dtem.handle import Handle
 
 DEFAULT_MODEL = "deit_tiny_patch16_224"
-DTYPES = ("float32", "bfloat16", "float16")
 R_HELP = (
     "tokens merged per block: 16, 16@-0.5 (falling), 16/16/8/0 (one per block), 20%% (of those left), 2.5G (what meets "
     "2.5 GMACs)"

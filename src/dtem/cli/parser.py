@@ -78,14 +78,14 @@ def comma_list(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def numbers(option: str, text: str, kind: type = int, least: float = 1) -> list[Any]:
-    """``1,32`` as numbers, each once, none below `least`."""
+def batch_sizes(option: str, text: str) -> list[int]:
+    """``1,32`` as numbers, each once, none below 1."""
     try:
-        values = [kind(part) for part in comma_list(text)]
+        values = [int(part) for part in comma_list(text)]
     except ValueError:
         values = []
-    if not values or min(values) < least:
-        raise DtemError(f"{option} {text} must be numbers from {least:g} on, with commas between, such as 1,32")
+    if not values or min(values) < 1:
+        raise DtemError(f"{option} {text} must be numbers from 1 on, separated by commas, such as 1,32")
     return list(dict.fromkeys(values))
 
 

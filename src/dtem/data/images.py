@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from dtem.data.loader import check_shape
+from dtem.data.preprocessing import pixel_statistics
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
 
@@ -67,5 +67,5 @@ def prepare(config: Mapping[str, Any], image: "Image.Image") -> Float[Tensor, "1
 
 def pixels(config: Mapping[str, Any], images: Float[Tensor, "b c h w"]) -> UInt8[np.ndarray, "b h w c"]:
     """The inverse of `prepare`: images as bytes, for display."""
-    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = pixel_statistics(config)
     return (255 * (images.cpu().float() * std + mean)).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()

@@ -1,5 +1,6 @@
 """Variants of a model that are evaluated side by side: unmerged, and each method at each r, with their costs."""
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -17,6 +18,7 @@ from dtem.adapters import storage
 from dtem.data import sources
 from dtem.data.sources import Source
 from dtem.errors import DtemError
+from dtem.evaluation import DTYPES
 from dtem.handle import Handle, patch
 from dtem.integrations.weight_sharing import share
 from dtem.measure import flops, token_costs
@@ -27,7 +29,6 @@ from dtem.types import HostSpec
 UNMERGED = "unmerged"
 REFERENCE = "tome"
 """The method that every other one is compared with."""
-DTYPES = ("float32", "bfloat16", "float16")
 AdapterFile = str | os.PathLike[str]
 Adapters = AdapterFile | Sequence[AdapterFile] | Mapping[str, AdapterFile]
 """Adapters: files, Hub ids or shipped names, also as ``LABEL=FILE``; or a mapping from label to file."""
@@ -215,7 +216,7 @@ def solve_budget(handle: Handle, spec: str, batches: Sequence[Tensor] | None = N
             tokens = token_costs.measure_tokens(handle.model, batches)
         return token_costs.macs_at(costs.macs, tokens, handle.host).mean().item() / 1e9
 
-    step = token_costs.first_within(parsed.gflops, len(plans), cost)
+    step = bisect.bisect_left(range(len(plans) - 1), True, key=lambda step: cost(step) <= parsed.gflops)
     if cost(step) > parsed.gflops:
         raise DtemError(f"a budget of {parsed} cannot be met by {handle.method.name}: at least {cost(step):.3g} GFLOPs")
     if step and cost(step - 1) - parsed.gflops < parsed.gflops - cost(step):  # on average, so the nearer one
