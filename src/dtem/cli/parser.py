@@ -1,6 +1,7 @@
 """The command-line parser: common options in `--help`, all of them in `--help-all`."""
 
 import argparse
+import functools
 import sys
 from typing import Any
 
@@ -20,7 +21,8 @@ class VerbParser(argparse.ArgumentParser):
     """Parser of one verb. Options are in named groups; advanced groups are shown by `--help-all` only."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=120, max_help_position=32)
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
         self._advanced: list[Any] = []
         self.add_argument("--help-all", action=HelpAll, help="show all options, the advanced ones too")
 
