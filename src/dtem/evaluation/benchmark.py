@@ -46,7 +46,7 @@ class BenchmarkRow:
     """Most memory that a forward holds beyond weights and input; None where that is not known."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BenchmarkReport(Report):
     """What `benchmark` returns."""
 

@@ -189,7 +189,7 @@ def _row(variant: Variant, own: Outcomes, against_unmerged: Paired | None) -> Cl
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OutcomeComparison(Report):
     """What `compare_outcomes` returns: b against a."""
 

@@ -39,7 +39,7 @@ class SegmentationView:
     sources: list[Int[Tensor, " p"]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SegmentationVisualisation(Report):
     """An image with the classes of its pixels and the merged groups, by method."""
 

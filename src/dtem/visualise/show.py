@@ -52,7 +52,7 @@ class MethodView:
         return len(torch.unique(source[source >= 0]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Visualisation(Report):
     """An image with its groups by method. In a notebook it is displayed as a picture."""
 
