@@ -86,7 +86,7 @@ def test_mistakes_become_messages(explorer: Explorer, name: str, methods: list[s
 def test_files_that_are_no_images_become_messages(explorer: Explorer, tmp_path: Path) -> None:
     (tmp_path / "<b>.png").write_text("no image")
     cards, _ = render(explorer, str(tmp_path / "<b>.png"), 0, "tiny", ["tome"], 5, 1)
-    assert "&lt;b&gt;.png is no image file" in cards
+    assert "&lt;b&gt;.png is not an image file" in cards
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     cards, _ = render(explorer, str(tmp_path / "large.png"), 0, "tiny", ["tome"], 5, 1)
     assert "25 million" in cards

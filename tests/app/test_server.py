@@ -304,7 +304,7 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
     # A file that is no image gets a message; the page goes on.
     field = "#upload input[type=file]"
     browser.find_element(By.CSS_SELECTOR, field).send_keys(str(bad))
-    until(lambda _: "bad.png is no image file" in text(browser, "#cards [role=alert]"))
+    until(lambda _: "bad.png is not an image file" in text(browser, "#cards [role=alert]"))
     browser.find_elements(By.CSS_SELECTOR, "#examples button.thumbnail-item")[1].click()
     until(lambda _: picture(browser, UNMERGED) not in ("", image))
     until(lambda _: browser.find_elements(By.CSS_SELECTOR, field))

@@ -158,8 +158,8 @@ def test_pictures_are_of_blocks_that_merged_much() -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--model", "test_vit"], "--model goes with --data"),
-        (["--data", "images"], "--data goes with --model"),
+        (["--model", "test_vit"], "--model requires --data"),
+        (["--data", "images"], "--data requires --model"),
         (["--global-pool", "avg"], "--global-pool is for a model of your own"),
         (["--eval-data", "images"], "--eval-data is for a model of your own"),
         (["--updates", "0"], "--updates 0 must be 1 or more"),

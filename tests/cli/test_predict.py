@@ -153,7 +153,7 @@ def test_another_run_is_refused(folder: Path, tmp_path, capsys) -> None:
     assert "differs in r" in capsys.readouterr().err
     (tmp_path / "text.parquet").write_text("hello")
     assert main(command(folder, tmp_path / "text.parquet")) == 2
-    assert "no table of predictions" in capsys.readouterr().err
+    assert "not a table of predictions" in capsys.readouterr().err
 
 
 def test_other_images_of_the_same_names_are_another_run(folder: Path, tmp_path, capsys) -> None:

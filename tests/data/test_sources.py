@@ -104,7 +104,7 @@ def test_a_folder_of_splits_is_not_taken_for_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"), [("ftp:images", "no data scheme 'ftp'"), ("hf:", "names nothing"), ("no/such", "no folder")]
+    ("spec", "message"), [("ftp:images", "no data scheme 'ftp'"), ("hf:", "must follow hf:"), ("no/such", "no folder")]
 )
 def test_unknown_specs(spec: str, message: str) -> None:
     with pytest.raises(DtemError, match=message):
@@ -161,7 +161,7 @@ def test_timm_mistakes(tmp_path: Path) -> None:
         (f"folder/{tmp_path}/none", "there is no folder"),
         (f"folder/{tmp_path}#train", "has no folder 'train'"),
         (f"folder/{tmp_path}", "timm cannot open"),  # empty
-        (f"folder/{tmp_path}?rot=x", "'rot=x' is no option"),
+        (f"folder/{tmp_path}?rot=x", "'rot=x' is not an option"),
         ("hfids/cifar10", "cannot be resumed; use hf-stream:NAME"),
         ("torch/nothing", "timm cannot open"),
     ]:

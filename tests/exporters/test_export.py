@@ -133,7 +133,7 @@ def tiny() -> torch.nn.Module:
     [
         ("a.onnx", "coreml", {}, "'coreml' is not known"),
         ("a.pt", "torch", {}, "must end in .pt2"),
-        ("a.xml", "openvino", {"int8": True}, "int8 goes with format onnx"),
+        ("a.xml", "openvino", {"int8": True}, "int8 requires format onnx"),
         ("no/a.onnx", "onnx", {}, "there is no folder"),
         ("a.onnx", "onnx", {"labels": ["cat"]}, "1 labels, and the model 3 classes"),
     ],

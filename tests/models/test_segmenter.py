@@ -200,7 +200,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path) -> None:
         ({k: v for k, v in state.items() if k != "encoder.norm.bias"}, "missing encoder.norm.bias"),
         (state | {"moon": torch.ones(1)}, "unknown moon"),
         (state | {"encoder.norm.bias": torch.ones(3)}, r"encoder.norm.bias is \(3,\)"),
-        (state | {"encoder.pos_embed": torch.ones(1, 7, WIDTH)}, "no square grid"),
+        (state | {"encoder.pos_embed": torch.ones(1, 7, WIDTH)}, "not a square grid"),
     ):
         save_file(changed, tmp_path / "seg.safetensors")
         with pytest.raises(DtemError, match=rf"seg.safetensors.*{said}"):

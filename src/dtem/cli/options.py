@@ -82,7 +82,13 @@ def add_run_options(parser: VerbParser, batch_size: int | None = 64) -> None:
     add("--batch-size", metavar="N", type=int, default=batch_size, help=text)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="default %(default)s; others by autocast")
-    add("--workers", metavar="N", type=int, default=0, help="processes that decode images; default: this one alone")
+    add(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=0,
+        help="decoding processes; default %(default)s (main process)",
+    )
 
 
 def add_generation_options(add: Callable[..., Any]) -> None:

@@ -38,7 +38,9 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
             raise DtemError(f"{path} cannot be read: {error.strerror or error}") from error
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim not in (2, 3):
-            raise DtemError(f"an array of {source.dtype} and shape {source.shape} is no image: give bytes, (h, w[, 3])")
+            raise DtemError(
+                f"an array of {source.dtype} and shape {source.shape} is not an image: give bytes, (h, w[, 3])"
+            )
         source = Image.fromarray(source)
     try:
         with warnings.catch_warnings():
@@ -55,7 +57,7 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
     except DtemError:
         raise
     except Exception as error:  # Pillow raises errors of every kind on damaged files
-        reason = "no image file that can be read" if isinstance(error, UnidentifiedImageError) else "damaged"
+        reason = "not an image file that can be read" if isinstance(error, UnidentifiedImageError) else "damaged"
         raise DtemError(f"{name} is {reason}; give a PNG, JPEG or WebP image") from error
     return upright
 

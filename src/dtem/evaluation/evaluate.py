@@ -165,7 +165,7 @@ def build(
         elif features:
             num_classes = 0
         elif num_classes and model_options.get("weights") is None and model_options.get("pretrained", True):
-            raise DtemError(f"num_classes = {num_classes} goes with weights: published ones have their own head")
+            raise DtemError(f"num_classes = {num_classes} requires weights: published ones have their own head")
         created = create_model(model, **{**model_options, "num_classes": num_classes}).to(device)
         return Setup(created, source, settings, public_name(model))
     if model_options:

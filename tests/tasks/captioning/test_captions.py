@@ -69,7 +69,7 @@ def test_json_lines(tmp_path):
         ("[{", "damaged"),
         ("3", "neither a list"),
         ('[{"split": "train", "captions": ["a"]}]', "filename"),
-        ('[{"filename": "0.png", "captions": []}]', "no text"),
+        ('[{"filename": "0.png", "captions": []}]', "not text"),
         ("[]", "no captions"),
     ],
 )
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said(tmp_path, content, said):
 
 def test_other_mistakes_are_said_too(tmp_path):
     file = write_pictures(tmp_path)
-    with pytest.raises(DtemError, match="no file of captions"):
+    with pytest.raises(DtemError, match="not a file of captions"):
         open_captions(str(tmp_path / "nothing.json"))
     with pytest.raises(DtemError, match="'pictures' is not known"):
         open_captions(f"{file}?pictures=x")

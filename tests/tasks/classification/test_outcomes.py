@@ -74,8 +74,8 @@ GOOD = {"format": 1, "names": ["a"]}
 @pytest.mark.parametrize(
     ("tensors", "header", "says"),
     [
-        (whole(), None, "no outcomes"),
-        (whole(), [1], "no outcomes"),
+        (whole(), None, "not a file of outcomes"),
+        (whole(), [1], "not a file of outcomes"),
         (whole(), {**GOOD, "format": 2}, "format 2"),
         (whole(), {"format": 1}, "damaged"),
         (whole(), {"format": 1, "names": [7]}, "damaged"),
@@ -114,7 +114,7 @@ def test_a_missing_file_is_named(tmp_path) -> None:
 
 
 def test_what_cannot_be_outcomes() -> None:
-    with pytest.raises(DtemError, match="'a' is there twice"):
+    with pytest.raises(DtemError, match="'a' occurs more than once"):
         outcomes("10", names="aa")
     with pytest.raises(DtemError, match="no outcomes"):
         Outcomes([], torch.zeros(0).long(), torch.zeros(0, 5).long(), torch.zeros(0))
@@ -194,7 +194,7 @@ def test_pooled_folds() -> None:
 
 
 def test_what_cannot_be_pooled() -> None:
-    with pytest.raises(DtemError, match="'b' is there twice"):
+    with pytest.raises(DtemError, match="'b' occurs more than once"):
         pool([outcomes("10", names="ab"), outcomes("10", names="bc")])
     with pytest.raises(DtemError, match="no outcomes to pool"):
         pool([])

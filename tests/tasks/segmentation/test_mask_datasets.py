@@ -121,12 +121,12 @@ def test_specs_that_cannot_be(tmp_path: Path, spec: str, said: str) -> None:
 def test_missing_pairs_and_empty_folders(tmp_path: Path) -> None:
     root = folder(tmp_path / "set")
     (root / "masks" / "c.png").unlink()
-    with pytest.raises(DtemError, match=r"masks lacks 'c', of which there is the image"):
+    with pytest.raises(DtemError, match=r"masks has no 'c', but there is the image"):
         open_pairs(str(root))
     (root / "images" / "c.png").unlink()
     (root / "images" / "a.png").unlink()
     (root / "images" / "b.png").unlink()
-    with pytest.raises(DtemError, match=r"images lacks 'a' and 1 more, of which there is the mask"):
+    with pytest.raises(DtemError, match=r"images has no 'a' and 1 more, but there is the mask"):
         open_pairs(str(root))
     for file in (root / "images").iterdir():
         file.unlink()
@@ -158,8 +158,8 @@ def test_a_class_outside_the_list_is_named(tmp_path: Path) -> None:
         ("[1, 2]", "list under classes"),
         ("classes: []", "list under classes"),
         ("classes: [{color: [1, 2, 3]}]", "class 0"),
-        ("classes: [{name: a, color: [1, 2, 300]}]", "no colour"),
-        ("classes: [{name: a, value: -1}]", "no value"),
+        ("classes: [{name: a, color: [1, 2, 300]}]", "not a colour"),
+        ("classes: [{name: a, value: -1}]", "not a value"),
         ("classes: [a, a]", "name a is there twice"),
         ("classes: [a, {name: b, value: 0}]", "value 0 is there twice"),
         ("classes: [a, b]\nignore: 1", "value 1 is there twice"),

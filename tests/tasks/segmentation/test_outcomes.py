@@ -112,7 +112,7 @@ def test_joining() -> None:
         for i, name in enumerate(areas.names)
     ]
     assert pool(parts).miou == areas.miou
-    with pytest.raises(DtemError, match="is there twice"):
+    with pytest.raises(DtemError, match="occurs more than once"):
         pool([areas, areas])
 
 
