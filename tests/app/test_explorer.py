@@ -51,17 +51,17 @@ def test_the_model_itself_is_never_patched(explorer: Explorer, noise: Image.Imag
 
 
 def test_threads_do_not_mix_up_their_r(explorer: Explorer, noise: Image.Image) -> None:
-    found: dict[int, int] = {}
+    tokens: dict[int, int] = {}
 
     def ask(r: int) -> None:
-        found[r] = explorer.explore(noise, "tiny", ["tome"], r).visualisation.views["tome"].tokens[-1]
+        tokens[r] = explorer.explore(noise, "tiny", ["tome"], r).visualisation.views["tome"].tokens[-1]
 
     threads = [threading.Thread(target=ask, args=(r,)) for r in range(1, 9)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {r: 65 - 3 * r for r in range(1, 9)}
+    assert tokens == {r: 65 - 3 * r for r in range(1, 9)}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ def test_a_page_has_its_parts_in_order() -> None:
     page.text("first", "<second>")
     page.table(["name", "x"], [["a", "1"], ["<b>", "2"]])
     page.facts({"seed": "0"})
-    found = [text.strip() for text in ElementTree.fromstring(page.html()).itertext() if text.strip()]
-    start = found.index("One & only")
-    assert found[start:] == ["One & only", "first", "<second>", "name", "x", "a", "1", "<b>", "2", "seed", "0"]
-    assert found[0] == "a < b"
+    texts = [text.strip() for text in ElementTree.fromstring(page.html()).itertext() if text.strip()]
+    start = texts.index("One & only")
+    assert texts[start:] == ["One & only", "first", "<second>", "name", "x", "a", "1", "<b>", "2", "seed", "0"]
+    assert texts[0] == "a < b"
 
 
 def test_figures_lose_what_names_other_places() -> None:

@@ -13,13 +13,13 @@ from tasks.segmentation.scenes import CLASSES, COLOURS, NAMES, folder, scene, wr
 
 
 def masks_of(source: Pairs) -> list[np.ndarray]:
-    found = []
+    masks = []
     for index in range(source.length or 0):
         pair = source.read(index).image
         pair.load()
         assert pair.image.mode == "RGB"
-        found.append(source.classes.read(pair.mask, pair.mask_path.name))
-    return found
+        masks.append(source.classes.read(pair.mask, pair.mask_path.name))
+    return masks
 
 
 def truth(seed: int) -> np.ndarray:
@@ -140,16 +140,16 @@ def test_missing_pairs_and_empty_folders(tmp_path: Path) -> None:
 def test_a_class_outside_the_list_is_named(tmp_path: Path) -> None:
     path = tmp_path / "classes.yaml"
     path.write_text(CLASSES)
-    found = classes.from_yaml(path)
+    loaded = classes.from_yaml(path)
     values = Image.fromarray(np.array([[0, 1], [7, 255]], np.uint8))
     with pytest.raises(DtemError, match=r"x.png has the value 7, .* 3 classes \(0 to 2\), nor one to ignore \(255\)"):
-        found.read(values, "x.png")
+        loaded.read(values, "x.png")
     colours = Image.fromarray(np.array([[[10, 20, 200], [1, 2, 3]]], np.uint8))
     with pytest.raises(DtemError, match=r"colour \(1, 2, 3\)"):
-        found.read(colours, "x.png")
+        loaded.read(colours, "x.png")
     with pytest.raises(DtemError, match="in colours, and the classes have none"):
         classes.camvid().read(colours, "x.png")
-    assert np.array_equal(found.read(Image.fromarray(COLOURS[None]), ""), [[0, 1, 2, -1]])
+    assert np.array_equal(loaded.read(Image.fromarray(COLOURS[None]), ""), [[0, 1, 2, -1]])
 
 
 @pytest.mark.parametrize(
