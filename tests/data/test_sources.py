@@ -286,7 +286,7 @@ def test_hf_names_fail_at_once_without_network(monkeypatch: pytest.MonkeyPatch) 
 
 def test_hf_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DtemError, match=r"datasets.*dtem\[datasets\]"):
+    with pytest.raises(DtemError, match=r"datasets.*\.\[datasets\]"):
         open_source("hf:anything")
 
 
