@@ -148,7 +148,7 @@ def test_a_truncated_file_is_damaged() -> None:
 def test_images_have_a_largest_size() -> None:
     with pytest.raises(DtemError, match=r"30 × 20 pixels, .*0.0005 million"):
         images.open_image(Image.new("L", (30, 20)), pixels=500)
-    with pytest.raises(DtemError, match="not an image file"):
+    with pytest.raises(DtemError, match="no image file"):
         images.open_image("nowhere.png")
     with pytest.raises(DtemError, match="float64"):
         images.open_image(np.zeros((3, 3)))
