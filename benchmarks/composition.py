@@ -90,7 +90,7 @@ def openvino(handle: dtem.Handle, folder: Path, int8: bool, images: list[Tensor]
 
 
 @torch.inference_mode()
-def answers(forward: Forward, batches: list[tuple[Tensor, Tensor]], model: nn.Module | None) -> dict[str, Tensor]:
+def predictions(forward: Forward, batches: list[tuple[Tensor, Tensor]], model: nn.Module | None) -> dict[str, Tensor]:
     """Log-probabilities of all images and, of a model that merges in PyTorch, the token that holds each patch."""
     log_probabilities, sources = [], []
     patched = model is not None and hasattr(model, "dtem") and model.dtem.active
@@ -137,20 +137,20 @@ def measure(args: argparse.Namespace) -> int:
                     forwards[key] = build(handle, Path(folder), int8, calibration), None
         rows, exact = [], {}
         for (engine, precision, r), (forward, model) in forwards.items():
-            found = answers(forward, batches, model)
-            exact.setdefault(r, found)
-            drift = divergence(exact[r]["log_probabilities"], found["log_probabilities"])
+            predicted = predictions(forward, batches, model)
+            exact.setdefault(r, predicted)
+            drift = divergence(exact[r]["log_probabilities"], predicted["log_probabilities"])
             row: dict[str, Any] = {
                 "engine": engine,
                 "precision": precision,
                 "r": int(r),
                 "images": len(labels),
-                "top1": 100 * (found["log_probabilities"].argmax(dim=1) == labels).double().mean().item(),
-                "cross_entropy": F.nll_loss(found["log_probabilities"], labels).item(),
+                "top1": 100 * (predicted["log_probabilities"].argmax(dim=1) == labels).double().mean().item(),
+                "cross_entropy": F.nll_loss(predicted["log_probabilities"], labels).item(),
                 "drift": drift.mean().item(),
             }
-            if "sources" in found:
-                same = (found["sources"] == exact[r]["sources"]).all(dim=1)
+            if "sources" in predicted:
+                same = (predicted["sources"] == exact[r]["sources"]).all(dim=1)
                 row["groups_changed"] = 1 - same.double().mean().item()
                 row["drift_same_groups"] = drift[same].mean().item() if same.any() else None
             rows.append(row)

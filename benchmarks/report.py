@@ -104,9 +104,9 @@ def load_records(folder: Path) -> tuple[StudyRecords, dict[str, record.Record]]:
 
 def html_page(studies: StudyRecords, others: Mapping[str, record.Record]) -> str:
     """One page of all records: measured studies, other studies, other measurements."""
-    from dtem.visualise import report
+    from dtem.visualise import html_page
 
-    page = report.Page("dtem: the paper's studies")
+    page = html_page.Page("dtem: the paper's studies")
     page.text(
         "Tables and plots are drawn from records. Numbers measured at small scale are marked: compare their finding "
         "with the paper's, not their values."

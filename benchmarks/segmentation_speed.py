@@ -1,6 +1,6 @@
 """Speed-up of merging inside a Segmenter's encoder, matching included. Medians of interleaved rounds.
 
-python -m benchmarks.segmentation_speed                          ViT-S encoder, 512×512, batch 1 and 4, ratio 0.5
+python -m benchmarks.segmentation_speed                          ViT-S encoder, 512×512, batch 1 and 4, r = 0.5
 python -m benchmarks.segmentation_speed --sizes 256,512,768,1024 cost against image size, too
 python -m benchmarks.segmentation_speed --profile                where the time goes in one forward
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="seg_s_mask_16")
     parser.add_argument("--batch", default="1,4")
-    parser.add_argument("--ratio", default="0.5")
+    parser.add_argument("--r", default="0.5", help="share of patches removed, several with commas")
     parser.add_argument(
         "--sizes", default="512,256,384,640,768,896,1024", help="batches above 1 run at the first alone"
     )
@@ -44,7 +44,7 @@ def main() -> None:
     for method in ("tome", "dtem"):
         handles[method] = dtem.patch(copy.deepcopy(host), method)
     if args.profile:
-        profile(handles["dtem"], float(args.ratio.split(",")[0]), int(args.sizes.split(",")[0]))
+        profile(handles["dtem"], float(args.r.split(",")[0]), int(args.sizes.split(",")[0]))
         return
     rows = []
     for place, size in enumerate(map(int, args.sizes.split(","))):
@@ -68,10 +68,10 @@ class Encoder(torch.nn.Module):
 def measure(args: argparse.Namespace, host: segmenter.Segmenter, handles: dict, size: int, batch: int) -> list[dict]:
     images = torch.randn(batch, 3, size, size)
     rows = []
-    for ratio in map(float, args.ratio.split(",")):
+    for r in map(float, args.r.split(",")):
         encoders = {"unmerged": Encoder(host)}
         for name, handle in handles.items():
-            handle.r = ratio
+            handle.r = r
             encoders[name] = Encoder(handle.model)
         timing = throughput.compare(encoders, images, args.rounds, warmup=2, clock=CLOCKS[args.clock])
         macs = {name: flops.count(encoder, (3, size, size)).macs for name, encoder in encoders.items()}
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, host: segmenter.Segmenter, handles: dict, 
                     "size": size,
                     "tokens": (size // 16) ** 2 + 1,
                     "batch": batch,
-                    "ratio": ratio,
+                    "ratio": r,
                     "macs_ratio": macs["unmerged"] / macs[name],
                     "milliseconds": 1000 * timing[name].seconds / batch,
                     "unmerged_milliseconds": 1000 * timing["unmerged"].seconds / batch,
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, host: segmenter.Segmenter, handles: dict, 
             )
             last = rows[-1]
             print(
-                f"{size}² batch {batch} ratio {ratio} {name}: {last['unmerged_milliseconds']:.0f} ms → "
+                f"{size}² batch {batch} r {r} {name}: {last['unmerged_milliseconds']:.0f} ms → "
                 f"{last['milliseconds']:.0f} ms per image, MACs ratio {last['macs_ratio']:.2f}, speed-up "
                 f"{common.spread(last['speedup'])}",
                 flush=True,
@@ -101,8 +101,8 @@ def measure(args: argparse.Namespace, host: segmenter.Segmenter, handles: dict, 
     return rows
 
 
-def profile(handle: dtem.Handle, ratio: float, size: int) -> None:
-    handle.r = ratio
+def profile(handle: dtem.Handle, r: float, size: int) -> None:
+    handle.r = r
     images = torch.randn(1, 3, size, size)
     with torch.inference_mode():
         handle.model.encode(images)

@@ -220,7 +220,8 @@ def rivals(results: dict[str, Any]) -> list[list[str]]:
         faster = [common.spread(row["speedup"][size]) for size in ("1", "32")]
         gain = _gain(row["against_tome"])
         scores = [f"{row['top1']:.1f}", gain, f"{row['cross_entropy']:.3f}"]
-        table.append([row["method"], row["learned"], gigas, *scores, *faster])
+        method = row["method"].replace("dtem_no_prop", "dtem, proportional=False")
+        table.append([method, row["learned"], gigas, *scores, *faster])
     return table
 
 

@@ -53,7 +53,7 @@ def main() -> None:
     model = begin(mnist_vit.create(pretrained=False))
     for stage in STAGES:
         for _ in learn(model, train, stage):
-            keep(model, args.out)
+            save_weights(model, args.out)
     print(json.dumps({"seed": args.seed, "trained_on": train.length, **score(model.half().float().eval(), scored)}))
 
 
@@ -128,7 +128,7 @@ def score(model: nn.Module, data: digits.Digits) -> dict[str, float]:
     }
 
 
-def keep(model: nn.Module, out: Path) -> None:
+def save_weights(model: nn.Module, out: Path) -> None:
     """In half precision."""
     write_file(out, save({name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}))
 

@@ -52,7 +52,7 @@ def test_the_message() -> None:
         require("no_such_package.part", "plot")
     assert str(caught.value) == (
         "this needs the package no_such_package (No module named 'no_such_package'): "
-        'pip install "dtem[plot]", or in a checkout pip install ".[plot]"'
+        'in a checkout of dtem, run pip install ".[plot]"'
     )
 
 
@@ -91,4 +91,4 @@ def test_a_missing_package_is_named_before_any_work(
     assert main(command.replace("{}", str(tmp_path)).split()) == 2
     error = capsys.readouterr().err
     assert f"needs the package {package} " in error
-    assert f'pip install "dtem[{extra}]"' in error
+    assert f'pip install ".[{extra}]"' in error

@@ -19,10 +19,10 @@ LOGITS = {torch.bfloat16: 0.1, torch.float16: 0.02}  # of the range of logits
 def test_tiny_models(name: str, method: str, dtype: torch.dtype) -> None:
     model = fresh(name)
     dtem.patch(model, method, r=9)
-    found = precision.probe(model, images(name, 4), dtype)
-    assert found["merged_the_same"] > SAME[dtype]
-    assert found["not_near"] < 0.02
-    assert found["typical_difference"] < LOGITS[dtype] * found["logit_range"]
+    drift = precision.probe(model, images(name, 4), dtype)
+    assert drift["merged_the_same"] > SAME[dtype]
+    assert drift["not_near"] < 0.02
+    assert drift["typical_difference"] < LOGITS[dtype] * drift["logit_range"]
 
 
 @pytest.mark.parametrize("dtype", SAME, ids=str)
@@ -35,10 +35,10 @@ def test_deit_tiny_on_photographs(data_dir, dtype: torch.dtype) -> None:
     transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=model))
     paths = sorted((data_dir / "imagenet" / "val").rglob("*.jpg"))[::250]
     photos = torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
-    found = precision.probe(model, photos, dtype)
-    assert found["merged_the_same"] > SAME[dtype]
-    assert found["not_near"] < 0.02
-    assert found["typical_difference"] < LOGITS[dtype] * found["logit_range"]
+    drift = precision.probe(model, photos, dtype)
+    assert drift["merged_the_same"] > SAME[dtype]
+    assert drift["not_near"] < 0.02
+    assert drift["typical_difference"] < LOGITS[dtype] * drift["logit_range"]
 
 
 def test_the_probe_sees_a_wrong_choice() -> None:

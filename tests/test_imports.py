@@ -109,3 +109,14 @@ def test_the_api_imports_no_host_library():
     packages = packages_after("import dtem; dtem.patch, dtem.from_pretrained, dtem.list_methods()")
     assert "torch" in packages
     assert not packages & HOST_LIBRARIES
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    static = {
+        alias.name: node.module
+        for node in ast.walk(SOURCES["__init__.py"])
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert static == dtem._PUBLIC | {"__version__": "dtem._version"}

@@ -51,18 +51,18 @@ def test_an_actor_predicts_and_lists_bad_files(weights) -> None:
     picture, file = image(), io.BytesIO()
     picture.save(file, "png")
     actor = example.Predictor(MODEL, "7", str(weights), None, gpu=False)
-    found = actor({"path": np.array(["a.png", "b.png"]), "bytes": [b"no image", file.getvalue()]})
+    predicted = actor({"path": np.array(["a.png", "b.png"]), "bytes": [b"no image", file.getvalue()]})
     wanted = expected(weights, picture)
-    assert found["path"].tolist() == ["a.png", "b.png"]
-    assert found["class"].tolist() == [-1, int(wanted.argmax())]
-    assert found["probability"][1] == pytest.approx(float(wanted.max()), abs=1e-5)
-    assert "cannot identify" in found["error"][0]
-    assert found["error"][1] == ""
+    assert predicted["path"].tolist() == ["a.png", "b.png"]
+    assert predicted["class"].tolist() == [-1, int(wanted.argmax())]
+    assert predicted["probability"][1] == pytest.approx(float(wanted.max()), abs=1e-5)
+    assert "cannot identify" in predicted["error"][0]
+    assert predicted["error"][1] == ""
 
 
 @pytest.mark.slow
 def test_the_script_on_a_local_ray(weights, tmp_path) -> None:
-    pytest.importorskip("ray", reason='ray is not installed: pip install "dtem[ray]"')
+    pytest.importorskip("ray", reason='ray is not installed: pip install ".[ray]"')
     import pyarrow.parquet
 
     photos = tmp_path / "photos"

@@ -1,9 +1,13 @@
 """Rows of a report as a table, by the annotations of their fields."""
 
+import importlib
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from dtem.tables import Column, table
+import pytest
+
+from dtem.tables import Column, Report, Table, table
 
 
 @dataclass
@@ -20,3 +24,42 @@ def test_columns_come_from_annotated_fields_in_their_order() -> None:
     assert (drawn.title, drawn.caption) == ("scores", "two rows")
     assert drawn.columns == ["method", "score %", "size", "name and size"]
     assert drawn.rows == [["a", "2.3", "1,000", "a 1000"], ["b", "–", "5", "b 5"]]
+
+
+@dataclass(frozen=True, repr=False)
+class Numbers(Report):
+    name: str
+    path: Path
+    loss: float
+    rows: list[Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+    def parts(self) -> list[Table | str]:
+        return []
+
+
+def test_a_report_is_short_in_a_console() -> None:
+    report = Numbers("a", Path("b/c"), 0.5, [Row("a", 1, 2.0, 3)] * 100)
+    assert repr(report) == "Numbers(name='a', path='b/c', loss=0.5)"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dtem.evaluation.benchmark:BenchmarkReport",
+        "dtem.evaluation.classification:ClassificationReport",
+        "dtem.evaluation.compare:ComparisonReport",
+        "dtem.evaluation.flops_report:FlopsReport",
+        "dtem.evaluation.predict:PredictReport",
+        "dtem.exporters.export:ExportReport",
+        "dtem.tasks.captioning.generate:CaptionReport",
+        "dtem.training.train:TrainReport",
+        "dtem.visualise.segmentation:SegmentationVisualisation",
+        "dtem.visualise.show:Visualisation",
+    ],
+)
+def test_no_report_shows_all_its_fields(name: str) -> None:
+    module, cls = name.split(":")
+    assert not getattr(importlib.import_module(module), cls).__dataclass_params__.repr

@@ -7,26 +7,32 @@ handle = dtem.patch(model, r=16)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtem._version import __version__
+from dtem._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dtem.adapters.averaging import average_adapters
-    from dtem.adapters.storage import from_pretrained, list_adapters, push_to_hub, save_pretrained
-    from dtem.errors import DtemError
-    from dtem.evaluation.benchmark import benchmark
-    from dtem.evaluation.compare import compare
-    from dtem.evaluation.evaluate import evaluate
-    from dtem.evaluation.flops_report import count_flops
-    from dtem.evaluation.predict import predict
-    from dtem.exporters.files import export
-    from dtem.handle import Handle, patch
-    from dtem.integrations import register_integration
-    from dtem.measure.record import load_record
-    from dtem.methods import list_methods, register_method
-    from dtem.methods.dtem import DtemConfig
-    from dtem.models.factory import create_model, list_models
-    from dtem.training.train import train
-    from dtem.visualise.show import show
+    from dtem.adapters.averaging import average_adapters as average_adapters
+    from dtem.adapters.storage import from_pretrained as from_pretrained
+    from dtem.adapters.storage import list_adapters as list_adapters
+    from dtem.adapters.storage import push_to_hub as push_to_hub
+    from dtem.adapters.storage import save_pretrained as save_pretrained
+    from dtem.errors import DtemError as DtemError
+    from dtem.evaluation.benchmark import benchmark as benchmark
+    from dtem.evaluation.compare import compare as compare
+    from dtem.evaluation.evaluate import evaluate as evaluate
+    from dtem.evaluation.flops_report import count_flops as count_flops
+    from dtem.evaluation.predict import predict as predict
+    from dtem.exporters.export import export as export
+    from dtem.handle import Handle as Handle
+    from dtem.handle import patch as patch
+    from dtem.integrations import register_integration as register_integration
+    from dtem.measure.record import load_record as load_record
+    from dtem.methods import list_methods as list_methods
+    from dtem.methods import register_method as register_method
+    from dtem.methods.dtem import DtemConfig as DtemConfig
+    from dtem.models.factory import create_model as create_model
+    from dtem.models.factory import list_models as list_models
+    from dtem.training.train import train as train
+    from dtem.visualise.show import show as show
 
 _PUBLIC = {
     "DtemConfig": "dtem.methods.dtem",
@@ -38,7 +44,7 @@ _PUBLIC = {
     "count_flops": "dtem.evaluation.flops_report",
     "create_model": "dtem.models.factory",
     "evaluate": "dtem.evaluation.evaluate",
-    "export": "dtem.exporters.files",
+    "export": "dtem.exporters.export",
     "from_pretrained": "dtem.adapters.storage",
     "list_adapters": "dtem.adapters.storage",
     "list_methods": "dtem.methods",
@@ -54,32 +60,7 @@ _PUBLIC = {
     "train": "dtem.training.train",
 }
 
-__all__ = [
-    "DtemConfig",
-    "DtemError",
-    "Handle",
-    "__version__",
-    "average_adapters",
-    "benchmark",
-    "compare",
-    "count_flops",
-    "create_model",
-    "evaluate",
-    "export",
-    "from_pretrained",
-    "list_adapters",
-    "list_methods",
-    "list_models",
-    "load_record",
-    "patch",
-    "predict",
-    "push_to_hub",
-    "register_integration",
-    "register_method",
-    "save_pretrained",
-    "show",
-    "train",
-]
+__all__ = sorted(["__version__", *_PUBLIC])
 
 
 def __getattr__(name: str) -> Any:

@@ -23,4 +23,4 @@ def first_line(error: BaseException) -> str:
 
 def install(extra: str) -> str:
     """The command that installs an extra of dtem."""
-    return f'pip install "dtem[{extra}]", or in a checkout pip install ".[{extra}]"'
+    return f'in a checkout of dtem, run pip install ".[{extra}]"'

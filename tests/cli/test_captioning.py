@@ -125,8 +125,8 @@ def test_caption_turns_a_photograph_upright(folder, capsys, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["eval", "--model", "MODEL", "--data", "nothing.json"], "no file of captions"),
-        (["caption", "MODEL/config.json", "--model", "MODEL"], "config.json is no image file that can be read"),
+        (["eval", "--model", "MODEL", "--data", "nothing.json"], "not a file of captions"),
+        (["caption", "MODEL/config.json", "--model", "MODEL"], "config.json is not an image file that can be read"),
         (["caption", "IMAGE", "--model", "MODEL", "--num-beams", "0"], "--num-beams 0"),
         (["eval", "--model", "x", "--data", "y", "--out", "IMAGE"], "cannot be made a folder"),
         (["caption", "IMAGE", "--model", "MODEL/nothing"], "there is no folder"),

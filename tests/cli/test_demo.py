@@ -150,16 +150,16 @@ def test_images_that_tell_the_methods_apart_are_shown_first() -> None:
 
 
 def test_pictures_are_of_blocks_that_merged_much() -> None:
-    assert groups.telling_blocks([180, 147, 100, 98, 20, 10], 196) == [1, 3, 4, 5]
-    assert groups.telling_blocks([40, 10], 196) == [0, 1]
-    assert groups.telling_blocks([190, 184], 196) == [1]
+    assert groups.milestone_blocks([180, 147, 100, 98, 20, 10], 196) == [1, 3, 4, 5]
+    assert groups.milestone_blocks([40, 10], 196) == [0, 1]
+    assert groups.milestone_blocks([190, 184], 196) == [1]
 
 
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--model", "test_vit"], "--model goes with --data"),
-        (["--data", "images"], "--data goes with --model"),
+        (["--model", "test_vit"], "--model requires --data"),
+        (["--data", "images"], "--data requires --model"),
         (["--global-pool", "avg"], "--global-pool is for a model of your own"),
         (["--eval-data", "images"], "--eval-data is for a model of your own"),
         (["--updates", "0"], "--updates 0 must be 1 or more"),

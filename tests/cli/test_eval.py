@@ -137,7 +137,7 @@ def test_images_that_an_adapter_was_trained_on_are_left_out_for_all(run, folder:
     assert [row["method"] for row in document["rows"]] == ["unmerged", "tome", "seen", "other"]
     for path in tmp_path.glob("*.safetensors"):
         assert Outcomes.load(path).names == ["0/0.png", "0/3.png", "1/4.png", "2/2.png"]
-    assert "2 images that seen had been trained on" in run(*both, "--r", "8", text=True)
+    assert "2 training images of seen excluded" in run(*both, "--r", "8", text=True)
 
 
 def test_files(run, folder: Path, tmp_path) -> None:
@@ -253,7 +253,7 @@ def test_the_image_size_reaches_the_images(run, folder: Path, tmp_path) -> None:
         (["--knn", "{}/images", "--num-neighbours", "0"], ["--num-neighbours 0 must be 1 or more"]),
         (["--out", "{}/w.safetensors"], ["w.safetensors"]),
         (["--num-classes", "2"], ["--num-classes 3"]),
-        (["--compare", "{}/a.safetensors", "{}/b.safetensors"], ["a.safetensors", "no outcomes"]),
+        (["--compare", "{}/a.safetensors", "{}/b.safetensors"], ["a.safetensors", "not a file of outcomes"]),
         (["--compare", "{}/x", "{}/y"], ["/x"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else None,
@@ -275,7 +275,7 @@ def test_mistakes_explain_themselves(given: list[str], says: list[str], folder: 
     [
         (["eval", "--model", MODEL], "--data is missing"),
         (["eval", "--data", "."], "--model is missing"),
-        (["eval", "--model", MODEL, "--data", ".", "--num-classes", "3"], "--num-classes 3 goes with weights"),
+        (["eval", "--model", MODEL, "--data", ".", "--num-classes", "3"], "--num-classes 3 requires weights"),
     ],
 )
 def test_what_must_be_given(argv: list[str], says: str, capsys) -> None:

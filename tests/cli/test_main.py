@@ -101,7 +101,7 @@ def test_what_argparse_refuses_ends_with_2(argv: list[str], error: str, capsys: 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_fits_a_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     texts = {}
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as stop:

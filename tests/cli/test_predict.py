@@ -25,7 +25,7 @@ from dtem.evaluation import prediction_files
 from dtem.evaluation.predict import RemainingImages
 from dtem.evaluation.prediction_files import PartialPredictions
 
-parquet = pytest.importorskip("pyarrow.parquet", reason='needs pip install "dtem[predict]"')
+parquet = pytest.importorskip("pyarrow.parquet", reason='needs pip install ".[predict]"')
 
 MODEL = "deit_tiny_patch16_224"
 CLASSES = 4
@@ -50,15 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(COUNT):
         noise = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=generator).numpy()
         Image.fromarray(noise).save(root / "images" / f"{number}.png")
-    whole = (root / "images" / "3.png").read_bytes()
-    (root / "images" / "3.png").write_bytes(whole[: len(whole) // 2])
+    content = (root / "images" / "3.png").read_bytes()
+    (root / "images" / "3.png").write_bytes(content[: len(content) // 2])
     return root
 
 
 def command(folder: Path, out: Path, data: str | None = None, *more: str) -> list[str]:
-    given = ["--weights", f"{folder}/w.safetensors", "--num-classes", str(CLASSES), "--img-size", "32"]
-    given += ["--labels", f"{folder}/labels.txt", "--r", "1", "--batch-size", "2", "--top", "3"]
-    return ["predict", data or f"{folder}/images", "--model", MODEL, "--out", str(out), *given, *more]
+    model_options = ["--weights", f"{folder}/w.safetensors", "--num-classes", str(CLASSES), "--img-size", "32"]
+    model_options += ["--labels", f"{folder}/labels.txt", "--r", "1", "--batch-size", "2", "--top", "3"]
+    return ["predict", data or f"{folder}/images", "--model", MODEL, "--out", str(out), *model_options, *more]
 
 
 def expected(folder: Path, name: str) -> torch.Tensor:
@@ -94,11 +94,11 @@ def test_every_image_has_its_classes(folder: Path, tmp_path, capsys) -> None:
 
 
 def test_deit_s_predicts_where_no_model_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = host(), []
-    monkeypatch.setattr(timm, "create_model", lambda name, **_options: asked.append(name) or model)
+    model, names = host(), []
+    monkeypatch.setattr(timm, "create_model", lambda name, **_options: names.append(name) or model)
     argv = [word for word in command(folder, tmp_path / "p.parquet") if word not in ("--model", MODEL)]
     assert main(argv) == 0
-    assert asked == ["deit_small_patch16_224"]
+    assert names == ["deit_small_patch16_224"]
 
 
 def test_an_interrupted_run_goes_on(folder: Path, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_two_runs_cannot_write_one_file(folder: Path, tmp_path, capsys, monkeypa
     monkeypatch.setattr(PartialPredictions, "add", meanwhile)
     assert main(command(folder, out)) == 0
     assert codes == [2]
-    said = capsys.readouterr().err
-    assert re.search(rf"p\.parquet is in use by another predict run \(process {os.getpid()} on .*, since 20", said)
+    error = capsys.readouterr().err
+    assert re.search(rf"p\.parquet is in use by another predict run \(process {os.getpid()} on .*, since 20", error)
     assert parquet.read_table(out)["position"].to_pylist() == list(range(COUNT))
     assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
 
@@ -153,7 +153,7 @@ def test_another_run_is_refused(folder: Path, tmp_path, capsys) -> None:
     assert "differs in r" in capsys.readouterr().err
     (tmp_path / "text.parquet").write_text("hello")
     assert main(command(folder, tmp_path / "text.parquet")) == 2
-    assert "no table of predictions" in capsys.readouterr().err
+    assert "not a table of predictions" in capsys.readouterr().err
 
 
 def test_other_images_of_the_same_names_are_another_run(folder: Path, tmp_path, capsys) -> None:
@@ -187,9 +187,9 @@ def test_no_name_stops_a_run(folder: Path, tmp_path) -> None:
     """A link to nothing, bytes that are no UTF-8, a class that is a date, brackets."""
     images = tmp_path / "images" / "20240115123000"
     images.mkdir(parents=True)
-    whole = (folder / "images" / "0.png").read_bytes()
-    (images / "a[red].png").write_bytes(whole)
-    (images / "b\udcff.png").write_bytes(whole)
+    content = (folder / "images" / "0.png").read_bytes()
+    (images / "a[red].png").write_bytes(content)
+    (images / "b\udcff.png").write_bytes(content)
     (images / "c.png").symlink_to(tmp_path / "nowhere")
     assert main(command(folder, tmp_path / "p.parquet", str(images.parent))) == 0
     table = parquet.read_table(tmp_path / "p.parquet")
@@ -213,9 +213,9 @@ def test_strips_and_odd_names_are_rows_too(folder: Path, tmp_path, capsys) -> No
     Image.new("RGB", (40, 40)).save(tmp_path / "odd" / "fine.png")
     out = tmp_path / "p.parquet"
     assert main([*command(folder, out, f"{tmp_path}/odd"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["images"] == 2
-    assert said["unreadable"] == {"strip.png": "the image is 1 × 60000, more than 100 times as long as wide"}
+    document = json.loads(capsys.readouterr().out)
+    assert document["images"] == 2
+    assert document["unreadable"] == {"strip.png": "the image is 1 × 60000, more than 100 times as long as wide"}
 
 
 def test_shards_and_their_labels(folder: Path, tmp_path) -> None:
@@ -255,8 +255,8 @@ def test_two_processes_write_the_file_of_one(folder: Path, tmp_path) -> None:
     assert main(command(folder, tmp_path / "one.parquet")) == 0
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     verb = command(folder, tmp_path / "two.parquet")
-    whole = [*run, "-m", "--", "dtem.cli", *verb]
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False)
+    argv = [*run, "-m", "--", "dtem.cli", *verb]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (parquet.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("one", "two"))
     close = functools.partial(pytest.approx, rel=1e-3)

@@ -82,7 +82,7 @@ def test_train_eval_show(run, scenes: Path, tmp_path: Path) -> None:
     [
         (["--r", "60%"], "ratio 0.6 is outside"),
         (["--window", "0"], "--window 0 is not a size"),
-        (["--stride", "16"], "--stride 16x16 goes with a window"),
+        (["--stride", "16"], "--stride 16x16 requires a window"),
         (["--num-classes", "7"], "--num-classes 7"),
         (["--data", "nowhere"], "there is no folder nowhere"),
         (["--method", "evit"], "no variant for dense prediction"),

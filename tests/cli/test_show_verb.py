@@ -82,9 +82,9 @@ def test_a_model_without_a_classifier_says_nothing(photo: str, capsys: pytest.Ca
 
 def test_a_file_that_is_no_image(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "host.safetensors", *TINY]) == 2
-    assert "host.safetensors is no image file" in capsys.readouterr().err
+    assert "host.safetensors is not an image file" in capsys.readouterr().err
     assert main(["show", photo, "--model", "mnist_vit", "--global-pool", "avg"]) == 2
-    assert "mnist_vit comes as it is" in capsys.readouterr().err
+    assert "mnist_vit has a fixed configuration" in capsys.readouterr().err
 
 
 SEGMENTER = ["--model", "seg_t_linear_16", "--random-weights", "--img-size", "32", "--method", "tome", "--r", "50%"]
@@ -106,7 +106,7 @@ def test_a_segmenter_shows_classes_and_groups(photo: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--out", "a.svg"], "end it in .png"),
+        (["--out", "a.svg"], "must end in .png"),
         (["--labels", "nowhere"], "--labels nowhere: give camvid, voc"),
         (["--labels", "voc", "--num-classes", "3"], "21 classes, and the model has 3"),
         (["--method", "evit"], "evit"),

@@ -143,9 +143,9 @@ def test_flops_are_those_of_the_handle(run) -> None:
         assert (row["macs"], row["paper"]) == (count.macs, count.paper)
         assert row["plan"] == list(handle.plan)
         assert row["tokens"] == handle.tokens[-1]
-    whole, merged = document["rows"][:2]
-    assert whole["macs_reduction_percent"] == 0
-    assert merged["macs_reduction_percent"] == pytest.approx(100 * (1 - merged["macs"] / whole["macs"]))
+    unmerged, merged = document["rows"][:2]
+    assert unmerged["macs_reduction_percent"] == 0
+    assert merged["macs_reduction_percent"] == pytest.approx(100 * (1 - merged["macs"] / unmerged["macs"]))
 
 
 def test_flops_count_the_parameters_of_an_adapter(run, tmp_path) -> None:
@@ -167,11 +167,11 @@ def test_options_reach_the_model(run) -> None:
 
 
 def test_the_shortcut_counts_less(run) -> None:
-    whole, short = (
+    full, short = (
         json.loads(run("flops", "--model", "test_vit", "--r", "8", "--json", *more))["rows"][0]["macs"]
         for more in ([], ["--shortcut"])
     )
-    assert short < whole
+    assert short < full
 
 
 def test_bench_rows_and_record(run, tmp_path) -> None:
@@ -188,10 +188,10 @@ def test_bench_rows_and_record(run, tmp_path) -> None:
     unmerged, same, merged = document["rows"][:3]
     assert unmerged["speedup"]["median"] == unmerged["macs_ratio"] == same["macs_ratio"] == 1
     assert merged["macs_ratio"] > 1
-    kept = record.load_record(out)
-    assert kept.results == document
-    assert (kept.kind, kept.seed) == ("bench", 3)
-    assert kept.command[:2] == ["dtem", "bench"]
+    stored = record.load_record(out)
+    assert stored.results == document
+    assert (stored.kind, stored.seed) == ("bench", 3)
+    assert stored.command[:2] == ["dtem", "bench"]
     assert str(tmp_path) not in out.read_text()
 
 

@@ -130,12 +130,12 @@ def test_threads_share_one_model(name, method):
     inputs = [images(name, batch=1 + index % 3, seed=index) for index in range(8)]
 
     def run(index):
-        answers = []
+        outputs = []
         for _ in range(3):
             with torch.no_grad(), handle.trace() as trace:
                 out = ask(model, inputs[index])
-            answers.append((out, trace.sources, trace.sizes))
-        return answers
+            outputs.append((out, trace.sources, trace.sizes))
+        return outputs
 
     serial = [run(index) for index in range(8)]
     with pytest.warns(UserWarning, match="recorded nothing"), handle.trace() as outer:

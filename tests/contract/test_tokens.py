@@ -108,13 +108,13 @@ def test_the_same_answer_with_and_without_gradients(name, method):
     """Inference takes shortcuts (work in place); they must not show, nor touch the input."""
     model, _ = patched(name, method)
     x = images(name)
-    given = x.clone()
+    original = x.clone()
     with_gradient = ask(model, x)
     with torch.no_grad():
         without, again = ask(model, x), ask(model, x)
     with torch.inference_mode():
         inference = ask(model, x)
-    assert torch.equal(x, given)
+    assert torch.equal(x, original)
     assert torch.equal(without, again)
     torch.testing.assert_close(without, with_gradient, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(inference, with_gradient, rtol=1e-4, atol=1e-5)

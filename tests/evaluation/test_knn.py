@@ -12,8 +12,8 @@ from dtem.evaluation import knn
 def test_votes_by_hand():
     queries, bank = torch.randn(4, 6), torch.randn(9, 6)
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 4])
-    found = knn.vote(queries, bank, labels, classes=5, k=3)
-    for query, row in zip(queries, found, strict=True):
+    votes = knn.vote(queries, bank, labels, classes=5, k=3)
+    for query, row in zip(queries, votes, strict=True):
         cosines = [float(cosine_similarity(query, one, dim=0)) for one in bank]
         best = sorted(range(9), key=lambda index: -cosines[index])[:3]
         weights = [math.exp(cosines[index] / knn.TEMPERATURE) for index in best]

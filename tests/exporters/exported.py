@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from contract.hosts import R, fresh, images, patch
 from dtem.exporters import onnx, openvino, program
-from dtem.exporters.files import FORMATS, export
+from dtem.exporters.export import FORMATS, export
 
 
 def metadata(form: str, path: Path) -> dict[str, str]:

@@ -12,10 +12,10 @@ import torch
 import dtem
 from dtem.cli import main
 from dtem.errors import DtemError
-from dtem.exporters import check, files
+from dtem.exporters import check, export
 
-pytest.importorskip("onnxscript", reason='needs pip install "dtem[export]"')
-pytest.importorskip("openvino", reason='needs pip install "dtem[openvino]"')
+pytest.importorskip("onnxscript", reason='needs pip install ".[export]"')
+pytest.importorskip("openvino", reason='needs pip install ".[openvino]"')
 
 CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "torch-dinov2_registers-dtem"]
 MORE = ["onnx-siglip-dtem", "onnx-deit-evit", "onnx-non_square-dtem", "torch-siglip-tome", "openvino-deit3-dtem"]
@@ -68,10 +68,10 @@ EVERYWHERE = [
 @pytest.fixture(scope="module")
 def report(request):
     """What came of every case; the slow ones are exported only if they were asked for."""
-    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
     script = Path(__file__).with_name("exported.py")
     done = subprocess.run(
-        [sys.executable, script, *(case for case in [*CASES, *MORE] if case in asked)],
+        [sys.executable, script, *(case for case in [*CASES, *MORE] if case in selected)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -116,10 +116,10 @@ def test_biases_after_norms_are_folded(report, case):
 
 @pytest.mark.parametrize("case", ["onnx-distilled-dtem", "openvino-mae-tome"])
 def test_operators_are_those_that_every_runtime_has(report, case):
-    found = set(report[case]["operators"])
-    assert not found.difference(EVERYWHERE)
-    assert "TopK" in found
-    assert "ScatterND" in found, "a merge is not in the form that was written for files"
+    operators = set(report[case]["operators"])
+    assert not operators.difference(EVERYWHERE)
+    assert "TopK" in operators
+    assert "ScatterND" in operators, "a merge is not in the form that was written for files"
 
 
 def tiny() -> torch.nn.Module:
@@ -133,7 +133,7 @@ def tiny() -> torch.nn.Module:
     [
         ("a.onnx", "coreml", {}, "'coreml' is not known"),
         ("a.pt", "torch", {}, "must end in .pt2"),
-        ("a.xml", "openvino", {"int8": True}, "int8 goes with format onnx"),
+        ("a.xml", "openvino", {"int8": True}, "int8 requires format onnx"),
         ("no/a.onnx", "onnx", {}, "there is no folder"),
         ("a.onnx", "onnx", {"labels": ["cat"]}, "1 labels, and the model 3 classes"),
     ],
@@ -199,10 +199,10 @@ def test_soft_merging_is_no_file(tmp_path) -> None:
 def test_a_file_that_computes_something_else_gets_no_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its check fails, and an older file of that name stays."""
     handle = dtem.patch(tiny(), r=2)
-    monkeypatch.setattr(files.program, "trace", lambda model, image: None)
-    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held, fold: path.write_bytes(b"new"))
-    monkeypatch.setattr(files.onnx, "operator_counts", lambda path: {})
-    monkeypatch.setattr(files.onnx, "runner", lambda path: lambda images: torch.ones(len(images), 3) * 100)
+    monkeypatch.setattr(export.program, "trace", lambda model, image: None)
+    monkeypatch.setattr(export.onnx, "save", lambda traced, path, held, fold: path.write_bytes(b"new"))
+    monkeypatch.setattr(export.onnx, "operator_counts", lambda path: {})
+    monkeypatch.setattr(export.onnx, "runner", lambda path: lambda images: torch.ones(len(images), 3) * 100)
     (tmp_path / "a.onnx").write_bytes(b"old")
     with pytest.raises(DtemError, match="0 of 2 images agree"):
         dtem.export(handle, tmp_path / "a.onnx", data=[torch.randn(2, 3, 32, 32)])
@@ -214,20 +214,20 @@ def test_a_file_that_computes_something_else_gets_no_name(tmp_path, monkeypatch:
 def test_whose_biases_are_folded(r, int8, folded, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unmerged file is the host as it is; int8 wants activations as the model has them."""
     handle = dtem.patch(tiny(), r=r)
-    asked = []
-    monkeypatch.setattr(files.program, "trace", lambda model, image: None)
-    monkeypatch.setattr(files.onnx, "save", lambda traced, path, held, fold: [asked.append(fold), path.touch()])
-    monkeypatch.setattr(files.onnx, "quantise", lambda path, out: None)
-    monkeypatch.setattr(files.onnx, "operator_counts", lambda path: {})
-    monkeypatch.setattr(files.onnx, "runner", lambda path: handle.model)
+    folds = []
+    monkeypatch.setattr(export.program, "trace", lambda model, image: None)
+    monkeypatch.setattr(export.onnx, "save", lambda traced, path, held, fold: [folds.append(fold), path.touch()])
+    monkeypatch.setattr(export.onnx, "quantise", lambda path, out: None)
+    monkeypatch.setattr(export.onnx, "operator_counts", lambda path: {})
+    monkeypatch.setattr(export.onnx, "runner", lambda path: handle.model)
     dtem.export(handle, tmp_path / "a.onnx", data=[torch.randn(2, 3, 32, 32)], int8=int8)
-    assert asked == [folded]
+    assert folds == [folded]
 
 
 def test_agreement_counts_by_hand() -> None:
     expected = torch.tensor([[0.0, 2.0], [3.0, 1.0], [0.0, 100.0]])
-    found = torch.tensor([[0.0, 2.001], [1.0, 1.5], [0.05, 100.0]])
-    rows = iter([found[:1], found[1:]])  # the file is asked for one image, then for the rest
+    logits = torch.tensor([[0.0, 2.001], [1.0, 1.5], [0.05, 100.0]])
+    rows = iter([logits[:1], logits[1:]])  # the file is asked for one image, then for the rest
     result = check.agreement(lambda images: expected, lambda images: next(rows), [torch.zeros(3, 1)])
     assert result.images == 3
     assert result.largest == 2.0

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-onnx = pytest.importorskip("onnx", reason='needs pip install "dtem[export]"')
-onnx_ir = pytest.importorskip("onnx_ir", reason='needs pip install "dtem[export]"')
-onnxruntime = pytest.importorskip("onnxruntime", reason='needs pip install "dtem[export]"')
+onnx = pytest.importorskip("onnx", reason='needs pip install ".[export]"')
+onnx_ir = pytest.importorskip("onnx_ir", reason='needs pip install ".[export]"')
+onnxruntime = pytest.importorskip("onnxruntime", reason='needs pip install ".[export]"')
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 

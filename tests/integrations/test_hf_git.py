@@ -63,35 +63,35 @@ ONCE = {"proportional": True}
 def test_the_cache_changes_nothing(model, r, beams, method, options):
     """With a cache, masks and positions are made step by step; without one, all at once."""
     dtem.patch(model, method, r, **options)
-    given = {"pixel_values": pictures(), "num_beams": beams, **NEW}
-    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+    inputs = {"pixel_values": pictures(), "num_beams": beams, **NEW}
+    assert torch.equal(model.generate(**inputs), model.generate(**inputs, use_cache=False))
     padded = torch.ones(2, 5, dtype=torch.long)
     padded[1, :2] = 0
-    given |= {"input_ids": prompt(), "attention_mask": padded}
-    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+    inputs |= {"input_ids": prompt(), "attention_mask": padded}
+    assert torch.equal(model.generate(**inputs), model.generate(**inputs, use_cache=False))
 
 
 @pytest.mark.parametrize("r", [0, R])
 def test_steps_say_what_the_whole_caption_says(model, r):
     handle = dtem.patch(model, r=r)
     x = pictures()
-    found = model.generate(pixel_values=x, output_logits=True, return_dict_in_generate=True, **NEW)
-    whole = model(input_ids=found.sequences[:, :-1], pixel_values=x).logits
-    assert whole.shape[1] == handle.tokens[-1] + found.sequences.shape[1] - 1
-    for index, logits in enumerate(found.logits):
-        torch.testing.assert_close(logits, whole[:, handle.tokens[-1] + index], rtol=1e-4, atol=1e-4)
+    generated = model.generate(pixel_values=x, output_logits=True, return_dict_in_generate=True, **NEW)
+    uncached = model(input_ids=generated.sequences[:, :-1], pixel_values=x).logits
+    assert uncached.shape[1] == handle.tokens[-1] + generated.sequences.shape[1] - 1
+    for index, logits in enumerate(generated.logits):
+        torch.testing.assert_close(logits, uncached[:, handle.tokens[-1] + index], rtol=1e-4, atol=1e-4)
 
 
 def test_the_cache_knows_its_tokens_in_a_tuple_too(model):
     dtem.patch(model, r=R)
     words = prompt(length=2)
     with torch.no_grad():
-        whole = model(input_ids=words, pixel_values=pictures(), use_cache=False).logits[:, -1]
+        uncached = model(input_ids=words, pixel_values=pictures(), use_cache=False).logits[:, -1]
         cache = transformers.DynamicCache(config=model.config)
-        given = {"past_key_values": cache, "use_cache": True, "return_dict": False}
-        model(input_ids=words[:, :1], pixel_values=pictures(), **given)
-        step = model(input_ids=words[:, 1:], position_ids=torch.tensor([[1]]), **given)[0][:, -1]
-    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-5)
+        inputs = {"past_key_values": cache, "use_cache": True, "return_dict": False}
+        model(input_ids=words[:, :1], pixel_values=pictures(), **inputs)
+        step = model(input_ids=words[:, 1:], position_ids=torch.tensor([[1]]), **inputs)[0][:, -1]
+    torch.testing.assert_close(step, uncached, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["dtem", "ats"])
@@ -123,12 +123,12 @@ def test_counted_by_size_a_token_is_as_many_as_it_stands_for(model):
         assert sizes.sum() == 65
         assert sizes.max() > 1
         copies = EncodedImages(encoded.features.repeat_interleave(sizes, dim=1), ImageTokens(65, None))
-        said = []
+        outputs = []
         for each in (encoded, copies, EncodedImages(encoded.features, ImageTokens(encoded.image_tokens.count, None))):
             with cached_image_tokens(model, each):
-                said.append(model(input_ids=ids, pixel_values=x).logits[:, -5:])
-    torch.testing.assert_close(said[0], said[1], rtol=1e-4, atol=1e-4)
-    assert (said[2] - said[1]).abs().max() > 0.01, "counted once it must differ, or this test shows nothing"
+                outputs.append(model(input_ids=ids, pixel_values=x).logits[:, -5:])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    assert (outputs[2] - outputs[1]).abs().max() > 0.01, "counted once it must differ, or this test shows nothing"
 
 
 @pytest.mark.parametrize("options", [{}, ONCE])
@@ -214,15 +214,15 @@ def test_what_was_seen_need_not_be_seen_again(host, model, method, beams):
     x, sizes = pictures(), []
     padded = torch.ones(2, 5, dtype=torch.long)
     padded[1, :2] = 0
-    given = {"pixel_values": x, "num_beams": beams, "input_ids": prompt(), "attention_mask": padded, **NEW}
+    inputs = {"pixel_values": x, "num_beams": beams, "input_ids": prompt(), "attention_mask": padded, **NEW}
     dtem.patch(model, method, R)
     for each in (host, model):
-        expected = each.generate(**given)
+        expected = each.generate(**inputs)
         hook = each.git.image_encoder.vision_model.register_forward_hook(lambda m, a, out: sizes.append(len(out[0])))
         with cached_image_tokens(each, encode_image(each, x)):
-            assert torch.equal(each.generate(**given), expected)
+            assert torch.equal(each.generate(**inputs), expected)
         hook.remove()
-        assert torch.equal(each.generate(**given), expected)
+        assert torch.equal(each.generate(**inputs), expected)
     assert sizes == [2, 2], "each image is encoded once, not once per beam"
 
 

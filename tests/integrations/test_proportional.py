@@ -36,10 +36,10 @@ def test_the_user_decides(name):
 def test_it_changes_the_answer():
     model, images = tiny(num_classes=5), torch.randn(2, 3, 32, 32)
     torch.nn.init.normal_(model.head.weight)
-    answers = []
+    outputs = []
     for proportional in (True, False):
         handle = dtem.patch(model, r=16, proportional=proportional)
         with torch.no_grad():
-            answers.append(model(images))
+            outputs.append(model(images))
         handle.unpatch()
-    assert not torch.allclose(*answers)
+    assert not torch.allclose(*outputs)

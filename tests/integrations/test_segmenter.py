@@ -72,7 +72,7 @@ def test_blocks_that_merge_nothing_are_the_hosts(memory: bool, monkeypatch) -> N
             torch.testing.assert_close(model(x), fresh("segmenter")(x), rtol=1e-5, atol=1e-5)
 
 
-def test_every_component_starts_afresh_at_every_size() -> None:
+def test_schedules_of_components_are_resolved_anew_at_every_size() -> None:
     model, handle = patched("segmenter", "tome", 0.25)
     assert handle.plan == (16, 16, 16, 16)
     assert handle.tokens[-1] == 65, "all are back"

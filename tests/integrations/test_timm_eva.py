@@ -18,11 +18,11 @@ def test_places_of_patches_give_the_hosts_own_turns(options):
     x = torch.zeros(1)
     place = timm_eva.patch_positions(model.rope, [8, 8], x)
     assert place.shape == (64, 2)
-    found = timm_eva.rotations(
+    rotations = timm_eva.rotations(
         place[None], timm_eva.frequency_bands(model.rope, x.device), getattr(model.rope, "rotate_half", False)
     )
     expected = model.rope.get_embed((8, 8)) if model.rope.pos_embed is None else model.rope.get_embed()
-    torch.testing.assert_close(found[0, 0], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rotations[0, 0], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def test_a_hook_fires_and_what_it_sees_stays(build, name, method, grad):
         model.blocks[1].get_submodule(name).register_forward_hook(keep)
         torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
     assert len(seen) == 1
-    kept, copied = seen[0]
-    assert torch.equal(kept, copied), "the tensor was overwritten after the hook saw it"
+    shared, copied = seen[0]
+    assert torch.equal(shared, copied), "the tensor was overwritten after the hook saw it"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,4 +1,4 @@
-"""Timing by a clock that the contenders themselves move, so nothing here depends on the machine."""
+"""Timing by a clock that the variants themselves move, so nothing here depends on the machine."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from dtem.measure.throughput import compare, peak_bytes, spread
 
 
 class Clock:
-    """A clock, and contenders that take as long as they are told to."""
+    """A clock, and variants that take a given time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -18,7 +18,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def contender(self, name: str, *seconds: float):
+    def variant(self, name: str, *seconds: float):
         """Takes these seconds, call by call, over and over."""
 
         def run(batch: torch.Tensor) -> None:
@@ -28,10 +28,10 @@ class Clock:
         return run
 
 
-def test_ratio_is_to_the_first_contender() -> None:
+def test_speedup_is_relative_to_the_first_variant() -> None:
     clock = Clock()
-    contenders = {"base": clock.contender("base", 4.0), "fast": clock.contender("fast", 2.0)}
-    timings = compare(contenders, torch.zeros(8, 1), rounds=5, warmup=1, clock=clock)
+    variants = {"base": clock.variant("base", 4.0), "fast": clock.variant("fast", 2.0)}
+    timings = compare(variants, torch.zeros(8, 1), rounds=5, warmup=1, clock=clock)
     assert list(timings) == ["base", "fast"]
     assert timings["base"].speedup.median == 1.0
     assert timings["fast"].seconds == 2.0
@@ -41,19 +41,19 @@ def test_ratio_is_to_the_first_contender() -> None:
 
 def test_drift_between_rounds_cancels() -> None:
     clock = Clock()
-    contenders = {"base": clock.contender("base", 3.0), "other": clock.contender("other", 2.0)}
+    variants = {"base": clock.variant("base", 3.0), "other": clock.variant("other", 2.0)}
 
     def slower() -> None:
         clock.pace *= 1.5
 
-    timings = compare(contenders, torch.zeros(1, 1), rounds=6, warmup=0, clock=clock, progress=slower)
+    timings = compare(variants, torch.zeros(1, 1), rounds=6, warmup=0, clock=clock, progress=slower)
     assert timings["other"].speedup.min == pytest.approx(1.5)
     assert timings["other"].speedup.max == pytest.approx(1.5)
 
 
 def test_warmup_is_not_timed() -> None:
     clock = Clock()
-    cold = clock.contender("cold", 100.0, 100.0, 1.0, 1.0, 1.0)
+    cold = clock.variant("cold", 100.0, 100.0, 1.0, 1.0, 1.0)
     timings = compare({"cold": cold}, torch.zeros(1, 1), rounds=3, warmup=2, clock=clock)
     assert timings["cold"].seconds == 1.0
     assert len(clock.calls) == 5
@@ -65,44 +65,44 @@ def test_time_between_timings_does_not_count() -> None:
     def pause() -> None:
         clock.now += 1000.0
 
-    timings = compare({"a": clock.contender("a", 1.0)}, torch.zeros(1, 1), 3, 0, clock=clock, progress=pause)
+    timings = compare({"a": clock.variant("a", 1.0)}, torch.zeros(1, 1), 3, 0, clock=clock, progress=pause)
     assert timings["a"].seconds == pytest.approx(1.0)
 
 
 def test_every_round_times_each_once_in_changing_order() -> None:
     clock = Clock()
     names = ["a", "b", "c"]
-    compare({name: clock.contender(name, 1.0) for name in names}, torch.zeros(1, 1), rounds=6, warmup=0, clock=clock)
+    compare({name: clock.variant(name, 1.0) for name in names}, torch.zeros(1, 1), rounds=6, warmup=0, clock=clock)
     rounds = [clock.calls[start : start + 3] for start in range(0, 18, 3)]
     assert all(sorted(order) == names for order in rounds)
     assert {order[0] for order in rounds} == set(names)
-    follows = set(zip(clock.calls, clock.calls[1:], strict=False))
-    assert {("a", "b"), ("a", "c"), ("b", "a"), ("b", "c"), ("c", "a"), ("c", "b")} <= follows
+    neighbours = set(zip(clock.calls, clock.calls[1:], strict=False))
+    assert {("a", "b"), ("a", "c"), ("b", "a"), ("b", "c"), ("c", "a"), ("c", "b")} <= neighbours
 
 
 def test_spread() -> None:
-    found = spread([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert (found.min, found.low, found.median, found.high, found.max) == (1.0, 2.0, 3.0, 4.0, 5.0)
+    times = spread([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (times.min, times.low, times.median, times.high, times.max) == (1.0, 2.0, 3.0, 4.0, 5.0)
     assert spread([7.0]).low == spread([7.0]).high == 7.0
 
 
-def test_contenders_run_without_gradients() -> None:
+def test_variants_run_without_gradients() -> None:
     seen = []
     compare({"a": lambda batch: seen.append(torch.is_grad_enabled())}, torch.zeros(1, 1), rounds=1, warmup=0)
     assert seen == [False]
 
 
 @pytest.mark.parametrize(
-    ("contenders", "rounds", "warmup", "named"),
+    ("variants", "rounds", "warmup", "named"),
     [
         ({}, 1, 0, "nothing to compare"),
         ({"a": len}, 0, 0, "rounds = 0"),
         ({"a": len}, 1, -1, "warmup = -1"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(contenders: dict, rounds: int, warmup: int, named: str) -> None:
+def test_what_cannot_be_timed_is_refused(variants: dict, rounds: int, warmup: int, named: str) -> None:
     with pytest.raises(DtemError, match=named):
-        compare(contenders, torch.zeros(1, 1), rounds, warmup)
+        compare(variants, torch.zeros(1, 1), rounds, warmup)
 
 
 def chain(batch: torch.Tensor) -> torch.Tensor:

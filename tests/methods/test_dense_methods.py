@@ -98,7 +98,7 @@ def test_weights_of_attention(h: Tensor) -> None:
     assert bias.isfinite().all()
 
 
-def test_priced_components_merge_as_at_inference_or_offer_what_they_could(h: Tensor) -> None:
+def test_fisher_components_merge_as_at_inference_or_return_candidates(h: Tensor) -> None:
     method, plain = dtem(fisher=True), dtem()
     method.soft = True
     seen = set()

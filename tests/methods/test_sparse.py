@@ -12,18 +12,18 @@ from tests.contract import hosts
 def test_the_rows_of_largest_mass_are_normalised() -> None:
     edges = torch.rand(3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 5
     for r in range(8):
-        found = ops.normalise_largest(edges, r)
+        normalised = ops.normalise_largest(edges, r)
         for image in range(3):
             rows = [edges[image, i].tolist() for i in range(7)]
             giving = sorted(range(7), key=lambda i: (-sum(rows[i]), i))[:r]
             for i, row in enumerate(rows):
                 expected = [value / sum(row) for value in row] if i in giving else row
-                torch.testing.assert_close(found[image, i], torch.tensor(expected, dtype=torch.float64))
+                torch.testing.assert_close(normalised[image, i], torch.tensor(expected, dtype=torch.float64))
 
 
 def test_of_equal_rows_the_first_are_normalised() -> None:
-    found = ops.normalise_largest(torch.full((1, 4, 2), 0.25), 2)
-    assert found.sum(dim=2).tolist() == [[1.0, 1.0, 0.5, 0.5]]
+    normalised = ops.normalise_largest(torch.full((1, 4, 2), 0.25), 2)
+    assert normalised.sum(dim=2).tolist() == [[1.0, 1.0, 0.5, 0.5]]
 
 
 def test_a_row_that_gives_nothing_stays_finite() -> None:

@@ -74,7 +74,7 @@ def test_a_captioner_has_its_tokenizer(tmp_path: Path) -> None:
     trained = dtem.create_model(name, weights=tmp_path / "weights.pth")
     assert trained.tokenizer("a dog").input_ids
     assert equal(trained, model.state_dict() | state)
-    with pytest.raises(DtemError, match=r"img_size: the captioner .* comes as it is"):
+    with pytest.raises(DtemError, match=r"img_size: the captioner .* has a fixed configuration"):
         dtem.create_model(name, img_size=64)
     assert dtem.count_flops(name, r=[3, 9]).tokens == 65
     report = dtem.benchmark(name, r=9, batch_size=1, rounds=1, warmup=0, progress=False)
@@ -110,7 +110,7 @@ def test_encoder_weights_of_a_segmenter(tmp_path: Path) -> None:
         ("test_vit", {"img_size": 150}, "150x150 is not a multiple of the patch size, 16"),
         ("test_vit", {"pixel_norm": "half"}, "pixel_norm = 'half' is for a Segmenter"),
         ("test_vit", {"encoder_weights": Path("a.pth")}, "encoder_weights = 'a.pth' is for a Segmenter"),
-        ("mnist_vit", {"img_size": 32}, "img_size: mnist_vit comes as it is"),
+        ("mnist_vit", {"img_size": 32}, "img_size: mnist_vit has a fixed configuration"),
         ("seg_t_mask_16", {"global_pool": "avg"}, "global_pool = 'avg' is for classifiers"),
         ("seg_t_mask_16", {"pixel_norm": "zero"}, "pixel_norm = 'zero' is not known; choose one of: half, imagenet"),
         ("seg_t_mask_16", {"num_classes": 0}, "num_classes = 0: a Segmenter needs classes"),

@@ -210,9 +210,9 @@ def test_masked_patches_are_not_asked_in_training() -> None:
         features = model.forward_features(x)
     with torch.no_grad():
         scores = model.aux_head(features[:, 1:])
-        kept = trace.sizes[-1][:, 1:] > 0.5
-        assert 0 < kept.sum() < kept.numel()
-        best = torch.stack([image[alive].amax(dim=0) for image, alive in zip(scores, kept, strict=True)])
+        present = trace.sizes[-1][:, 1:] > 0.5
+        assert 0 < present.sum() < present.numel()
+        best = torch.stack([image[alive].amax(dim=0) for image, alive in zip(scores, present, strict=True)])
         torch.testing.assert_close(model.best_patch(features), best)
         assert not torch.allclose(best, scores.amax(dim=1))
 

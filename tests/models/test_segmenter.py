@@ -164,10 +164,10 @@ def test_padding_is_at_the_right_and_below() -> None:
 def test_positions_are_resized_bilinearly_and_prefix_stays() -> None:
     positions = torch.randn(1, 1 + 16, 3)
     assert resize_positions(positions, (4, 4), (4, 4), 1) is positions
-    found = resize_positions(positions, (4, 4), (8, 4), 1)
-    assert found.shape == (1, 33, 3)
-    assert torch.equal(found[:, 0], positions[:, 0])
-    grid, old = found[0, 1:].view(8, 4, 3), positions[0, 1:].view(4, 4, 3)
+    resized = resize_positions(positions, (4, 4), (8, 4), 1)
+    assert resized.shape == (1, 33, 3)
+    assert torch.equal(resized[:, 0], positions[:, 0])
+    grid, old = resized[0, 1:].view(8, 4, 3), positions[0, 1:].view(4, 4, 3)
     torch.testing.assert_close(grid[0], old[0])  # half-pixel centres: the border stays
     torch.testing.assert_close(grid[1], 0.75 * old[0] + 0.25 * old[1])
     torch.testing.assert_close(grid[2], 0.25 * old[0] + 0.75 * old[1])
@@ -200,7 +200,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path) -> None:
         ({k: v for k, v in state.items() if k != "encoder.norm.bias"}, "missing encoder.norm.bias"),
         (state | {"moon": torch.ones(1)}, "unknown moon"),
         (state | {"encoder.norm.bias": torch.ones(3)}, r"encoder.norm.bias is \(3,\)"),
-        (state | {"encoder.pos_embed": torch.ones(1, 7, WIDTH)}, "no square grid"),
+        (state | {"encoder.pos_embed": torch.ones(1, 7, WIDTH)}, "not a square grid"),
     ):
         save_file(changed, tmp_path / "seg.safetensors")
         with pytest.raises(DtemError, match=rf"seg.safetensors.*{said}"):

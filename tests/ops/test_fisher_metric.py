@@ -10,27 +10,28 @@ from dtem.ops.fisher import FAR
 def test_moments_are_sums_over_patches() -> None:
     torch.manual_seed(0)
     h, gradients = torch.randn(2, 5, 3), torch.randn(4, 2, 5, 3)
-    found = ops.moments(h, gradients, prefix=1)
+    moments = ops.moments(h, gradients, prefix=1)
     tokens = [h[image, token] for image in range(2) for token in range(1, 5)]
     slopes = [gradients[k, image, token] for k in range(4) for image in range(2) for token in range(1, 5)]
-    assert found.tokens == 8
-    torch.testing.assert_close(found.h, sum(tokens).double())
-    torch.testing.assert_close(found.hh, sum(token.outer(token) for token in tokens).double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.gg, sum(slope.outer(slope) for slope in slopes).double(), rtol=1e-5, atol=1e-5)
-    twice = found.plus(found)
+    assert moments.tokens == 8
+    torch.testing.assert_close(moments.h, sum(tokens).double())
+    torch.testing.assert_close(moments.hh, sum(token.outer(token) for token in tokens).double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.gg, sum(slope.outer(slope) for slope in slopes).double(), rtol=1e-5, atol=1e-5)
+    twice = moments.plus(moments)
     assert twice.tokens == 16
-    assert torch.equal(twice.gg, 2 * found.gg)
+    assert torch.equal(twice.gg, 2 * moments.gg)
 
 
 def test_cosines_of_the_embedding_are_ordered_as_costs() -> None:
     torch.manual_seed(0)
     h, gradients = 3 + torch.randn(1, 40, 6), torch.randn(8, 1, 40, 6) * torch.tensor([5.0, 1, 1, 0.3, 0.1, 0])
-    found = ops.moments(h, gradients)
-    weight, bias = ops.distance_embedding(found, 7, far=30.0)
+    moments = ops.moments(h, gradients)
+    weight, bias = ops.distance_embedding(moments, 7)
+    bias[-1] = 30.0  # further off, so that cosines of distances are accurate
     z = (h @ weight.T + bias).double()
     cosines = torch.nn.functional.normalize(z[0], dim=-1) @ torch.nn.functional.normalize(z[0], dim=-1).T
     apart = (h[0].unsqueeze(1) - h[0]).double()
-    costs = torch.einsum("ijc,cd,ijd->ij", apart, found.gg, apart)
+    costs = torch.einsum("ijc,cd,ijd->ij", apart, moments.gg, apart)
     pairs = torch.ones(40, 40).triu(1).bool()
     assert ranks_alike(-costs[pairs], cosines[pairs]) > 0.999
     plain = torch.nn.functional.normalize(h[0].double(), dim=-1)

@@ -10,8 +10,8 @@ from dtem import ops
 def test_it_is_match_and_merge(sized: bool) -> None:
     x, metric = torch.randn(3, 14, 6), torch.randn(3, 14, 4)
     size = torch.randint(1, 5, (3, 14)).float() if sized else None
-    found = ops.fused_merge(x, size, metric, torch.arange(3), 5, 2)
-    for mine, other in zip(found, ops.merge(x, size, ops.match(metric, 5, 2)), strict=True):
+    fused = ops.fused_merge(x, size, metric, torch.arange(3), 5, 2)
+    for mine, other in zip(fused, ops.merge(x, size, ops.match(metric, 5, 2)), strict=True):
         torch.testing.assert_close(mine, other)
 
 

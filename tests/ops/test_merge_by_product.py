@@ -15,13 +15,13 @@ def test_it_is_the_weighted_mean(tokens: int, prefix: int, r: int, sized: bool) 
     metric[:, prefix + 1 :: 2] = metric[:, prefix + 1 : prefix + 2]  # one side alike: many join the same token
     size = torch.randint(1, 9, (3, tokens)).float() if sized else None
     matching = ops.match(metric, r, prefix)
-    found, sizes = merge_by_product(x, size, matching)
+    merged_x, sizes = merge_by_product(x, size, matching)
     for image in range(3):
         kept, merged = matching.kept[image].tolist(), matching.merged[image].tolist()
         partner = [kept[place] for place in matching.into[image].tolist()]
         own = torch.ones(tokens) if size is None else size[image]
         features, weights, _ = oracles.merge(x[image], own, kept, merged, partner)
-        torch.testing.assert_close(found[image], features, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(merged_x[image], features, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(sizes[image], weights)
 
 

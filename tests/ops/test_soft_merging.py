@@ -22,8 +22,8 @@ def tokens_and_edges(
     size = 0.2 + 2 * torch.rand(batch, tokens, dtype=torch.float64, generator=generator)
     side_a, side_b = oracles.split(prefix + patches, prefix)
     rows = torch.randn(batch, len(side_a), len(side_b), dtype=torch.float64, generator=generator).softmax(dim=2)
-    given = 0.95 * torch.rand(batch, len(side_a), 1, dtype=torch.float64, generator=generator)
-    return x, size, rows * given
+    weights = 0.95 * torch.rand(batch, len(side_a), 1, dtype=torch.float64, generator=generator)
+    return x, size, rows * weights
 
 
 def assert_is_oracle(x, size, edges, r: int, prefix: int, excluded: int, exclude: str) -> ops.SoftMerge:

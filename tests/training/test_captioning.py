@@ -89,25 +89,25 @@ def test_fisher_probes_have_the_variance_of_a_word_on_average():
     torch.manual_seed(0)
     logits = torch.randn(2, 7, 5)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    found = fisher_probes(logits, mask, 20000, images=2)
+    probes = fisher_probes(logits, mask, 20000, images=2)
     words = logits[:, -4:-1][mask[:, 1:].bool()]
     p = words.softmax(-1)
     spread = (p * words.square()).sum(-1) - (p * words).sum(-1).square()  # the variance of a word's own probe
-    assert found.var().item() == pytest.approx(spread.sum().item() * 2 / len(words), rel=0.1)
+    assert probes.var().item() == pytest.approx(spread.sum().item() * 2 / len(words), rel=0.1)
     again = fisher_probes(logits.repeat(2, 1, 1), mask.repeat(2, 1), 20000, images=2)
-    assert again.var().item() == pytest.approx(found.var().item(), rel=0.1)
+    assert again.var().item() == pytest.approx(probes.var().item(), rel=0.1)
 
 
 def test_the_loss_of_captions_goes_down(host, folder, tmp_path):
     """Over the same four images: what embeddings learn from words makes those words likelier."""
-    found = {}
+    outcomes = {}
     for lr in (1e-9, 3e-2):
         model, _ = trained(host, folder, tmp_path / str(lr), lr=lr, updates=12, captions_per_image=2, eval_data="")
         source = captioning.open_captions(f"{folder}/captions.json#train")
         loader = captioning.Loader(source, captioning.eval_transform(resolve_data_config(model)), 4)
         variants = {"9": captioning.evaluator.captioner(model, 1, 4)}
-        found[lr] = captioning.evaluator.run_variants(variants, loader, source.items)["9"].loss
-    assert found[3e-2] < found[1e-9]
+        outcomes[lr] = captioning.evaluator.run_variants(variants, loader, source.items)["9"].loss
+    assert outcomes[3e-2] < outcomes[1e-9]
 
 
 def test_end_to_end_training_alternates(host, folder, tmp_path):

@@ -35,8 +35,8 @@ def test_every_preset_is_a_config_and_names_no_more_than_a_model(name: str) -> N
 def test_of_a_presets_options_another_method_takes_what_it_has() -> None:
     assert resolve("few")[0].options == {"sparse": True, "temperature": 0.3}
     assert resolve("few", settings={"method": "evit", "mode": "finetune"})[0].options == {}
-    asked = resolve("few", settings={"method": "evit", "options": {"sparse": True}})[0]
-    assert asked.options == {"sparse": True}, "what was asked for stays, to be refused by the method"
+    config = resolve("few", settings={"method": "evit", "options": {"sparse": True}})[0]
+    assert config.options == {"sparse": True}, "what was asked for stays, to be refused by the method"
 
 
 def test_presets_follow_the_paper() -> None:

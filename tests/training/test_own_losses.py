@@ -116,8 +116,8 @@ def test_rates_are_learned_and_left_behind(images: Path, tmp_path: Path) -> None
     )
     result = train(host, config)
     assert changed(before, host) == set()
-    found = [line["loss/flops"] for line in lines(tmp_path) if "loss/flops" in line]
-    assert found[-1] < found[0]
+    losses = [line["loss/flops"] for line in lines(tmp_path) if "loss/flops" in line]
+    assert losses[-1] < losses[0]
     assert result.handle.r == "learned"
     assert result.handle.plan == result.handle.method.schedule() != dtem.patch(model(), "diffrate").method.schedule()
     assert set(result.outcomes) == {"learned", "2"}

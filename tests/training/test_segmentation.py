@@ -75,8 +75,8 @@ def test_fisher_initialisation_ignores_what_the_output_does_not_depend_on(scenes
         assert weight[:, :2].abs().max() < 1e-4 * weight.abs().max()
         assert weight[-1].abs().max() < 1e-6, "the last channel is the same for all"
     assert not handle.method.collecting_fisher
-    kept = dtem.from_pretrained(tmp_path / "a" / "adapter.safetensors", blind())
-    assert torch.equal(kept.method.embeddings[3].affine.weight, handle.method.embeddings[3].affine.weight)
+    trained = dtem.from_pretrained(tmp_path / "a" / "adapter.safetensors", blind())
+    assert torch.equal(trained.method.embeddings[3].affine.weight, handle.method.embeddings[3].affine.weight)
     again = train(blind(), settings(scenes, tmp_path / "b", fisher_init=2, updates=0, epochs=0)).handle
     for one, other in zip(handle.method.parameters(), again.method.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -144,10 +144,10 @@ def test_the_fisher_loss_trains_embeddings_alone(scenes: Path, tmp_path: Path) -
 def test_fisher_probes_have_the_variance_of_a_pixel_on_average() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 4, 5)
-    found = fisher_probes(logits, 20000)
+    probes = fisher_probes(logits, 20000)
     p = logits.softmax(1)
     spread = (p * logits.square()).sum(1) - (p * logits).sum(1).square()  # the variance of one pixel's own probe
-    assert found.var().item() == pytest.approx(2 * spread.mean().item(), rel=0.1)
+    assert probes.var().item() == pytest.approx(2 * spread.mean().item(), rel=0.1)
 
 
 @pytest.mark.parametrize("fisher_init", [0, 2])
@@ -169,8 +169,8 @@ def test_a_stopped_run_ends_as_one_that_was_not(scenes: Path, tmp_path: Path, mo
         train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, fisher_init=fisher_init))
     monkeypatch.setattr(segmentation.Segmentation, "loss", real)
     train(model(), settings(scenes, tmp_path / "parts", updates=5, save_every=2, fisher_init=fisher_init))
-    whole, parts = (load_file(tmp_path / name / "adapter.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    unsplit, parts = (load_file(tmp_path / name / "adapter.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(unsplit[name], parts[name]) for name in unsplit)
 
 
 def test_classes_of_data_and_model_must_agree(scenes: Path, tmp_path: Path) -> None:

@@ -11,24 +11,24 @@ def test_tokens_are_shared_out_by_patch() -> None:
     # Token 5 holds two foreground patches and one of the background, token 7 one patch, token 9 two of the background.
     source = np.array([5, 5, 5, 7, 9, 9])
     foreground = np.array([True, True, False, True, False, False])
-    found = allocate(source, foreground)
-    assert found.foreground_tokens == pytest.approx(2 / 3 + 1)
-    assert found.background_tokens == pytest.approx(1 / 3 + 1)
-    assert (found.foreground_patches, found.background_patches) == (3, 3)
-    assert found.share == pytest.approx((5 / 3) / 3)
-    assert found.even == 0.5
+    allocation = allocate(source, foreground)
+    assert allocation.foreground_tokens == pytest.approx(2 / 3 + 1)
+    assert allocation.background_tokens == pytest.approx(1 / 3 + 1)
+    assert (allocation.foreground_patches, allocation.background_patches) == (3, 3)
+    assert allocation.share == pytest.approx((5 / 3) / 3)
+    assert allocation.even == 0.5
 
 
 def test_without_merging_the_share_is_even() -> None:
     foreground = np.arange(16) < 5
-    found = allocate(np.arange(16), foreground)
-    assert found.share == pytest.approx(found.even) == 5 / 16
+    allocation = allocate(np.arange(16), foreground)
+    assert allocation.share == pytest.approx(allocation.even) == 5 / 16
 
 
 def test_dropped_patches_have_no_token() -> None:
-    found = allocate(np.array([-1, -1, 3, 3]), np.array([True, False, True, True]))
-    assert (found.foreground_dropped, found.background_dropped) == (1, 1)
-    assert (found.foreground_tokens, found.background_tokens) == (1.0, 0.0)
+    allocation = allocate(np.array([-1, -1, 3, 3]), np.array([True, False, True, True]))
+    assert (allocation.foreground_dropped, allocation.background_dropped) == (1, 1)
+    assert (allocation.foreground_tokens, allocation.background_tokens) == (1.0, 0.0)
     assert allocate([-1, -1], [True, False]).share == 0
 
 
@@ -36,8 +36,10 @@ def test_parts_make_all_tokens() -> None:
     random = np.random.default_rng(0)
     for _ in range(20):
         source = random.integers(-1, 9, 30)
-        found = allocate(source, random.random(30) < 0.4)
-        assert found.foreground_tokens + found.background_tokens == pytest.approx(len(set(source.tolist()) - {-1}))
+        allocation = allocate(source, random.random(30) < 0.4)
+        assert allocation.foreground_tokens + allocation.background_tokens == pytest.approx(
+            len(set(source.tolist()) - {-1})
+        )
 
 
 def test_a_patch_is_foreground_by_half() -> None:

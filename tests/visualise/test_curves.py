@@ -10,7 +10,7 @@ from dtem.errors import DtemError
 from dtem.visualise import curves
 from dtem.visualise.curves import Point
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'dtem[plot]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[plot]'")
 
 LINES = {
     "tome": [Point(0.6, 69.9, "r=16"), Point(0.9, 73.6, "r=8")],
@@ -26,7 +26,7 @@ def test_formats(form: str, tmp_path) -> None:
     curves.save(LINES, path, base=BASE, title="DeiT-T")
     assert path.read_bytes().startswith(BEGIN[form])
     assert path.read_bytes() == curves.draw(LINES, base=BASE, title="DeiT-T", form=form)
-    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_everything_is_drawn() -> None:

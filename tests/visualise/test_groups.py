@@ -12,7 +12,13 @@ from PIL import Image
 from dtem.errors import DtemError
 from dtem.visualise import groups
 
-BLACK, WHITE, RED = (0, 0, 0), (255, 255, 255), (255, 0, 0)
+BLACK, WHITE = (0, 0, 0), (255, 255, 255)
+
+
+@pytest.fixture
+def no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Colours only: on patches of one pixel there is no room for lines."""
+    monkeypatch.setattr(groups, "_borders", lambda label: np.zeros(label.shape, dtype=bool))
 
 
 def grey_image() -> np.ndarray:
@@ -20,27 +26,27 @@ def grey_image() -> np.ndarray:
     return np.array([[10, 20], [30, 41]], dtype=np.uint8).repeat(2, axis=0).repeat(2, axis=1)
 
 
-def test_groups_take_their_mean_colour() -> None:
-    drawn = np.asarray(groups.draw_groups(grey_image(), [5, 5, 9, 5], (2, 2), scale=1, line=None))
+def test_groups_take_their_mean_colour(no_lines: None) -> None:
+    drawn = np.asarray(groups.draw_groups(grey_image(), [5, 5, 9, 5], (2, 2), scale=1))
     assert drawn.shape == (4, 4, 3)
     assert drawn[0, 0, 0] == drawn[0, 3, 0] == drawn[3, 3, 0] == round((10 + 20 + 41) / 3)
     assert (drawn[2:, :2] == 30).all()
 
 
-def test_means_are_over_pixels_and_by_channel() -> None:
+def test_means_are_over_pixels_and_by_channel(no_lines: None) -> None:
     image = np.zeros((2, 4, 3), dtype=np.uint8)
     image[:, 0] = (40, 0, 8)  # one of the two pixel columns of the left patch
     image[:, 2:] = (100, 50, 8)
-    drawn = np.asarray(groups.draw_groups(image, [0, 1], (1, 2), scale=1, line=None))
+    drawn = np.asarray(groups.draw_groups(image, [0, 1], (1, 2), scale=1))
     assert drawn[0, 0].tolist() == drawn[1, 1].tolist() == [20, 0, 4]
     assert drawn[0, 2].tolist() == [100, 50, 8]
-    together = np.asarray(groups.draw_groups(image, [3, 3], (1, 2), scale=1, line=None))
+    together = np.asarray(groups.draw_groups(image, [3, 3], (1, 2), scale=1))
     assert (together == [60, 25, 6]).all()
 
 
 def test_lines_run_where_groups_meet_and_nowhere_else() -> None:
-    drawn = np.asarray(groups.draw_groups(np.zeros((4, 4), np.uint8), [0, 0, 0, 1], (2, 2), scale=2, line=RED))
-    red = (drawn == RED).all(axis=2)
+    drawn = np.asarray(groups.draw_groups(np.zeros((4, 4), np.uint8), [0, 0, 0, 1], (2, 2), scale=2))
+    red = (drawn == groups.LINE).all(axis=2)
     expected = np.zeros((8, 8), dtype=bool)
     expected[3, 4:] = expected[4, 4:] = True  # above the lower right patch, on either side
     expected[4:, 3] = expected[4:, 4] = True  # to its left
@@ -48,13 +54,13 @@ def test_lines_run_where_groups_meet_and_nowhere_else() -> None:
 
 
 def test_one_group_has_no_lines() -> None:
-    drawn = groups.draw_groups(np.zeros((4, 4), np.uint8), [7] * 4, (2, 2), line=RED)
+    drawn = groups.draw_groups(np.zeros((4, 4), np.uint8), [7] * 4, (2, 2))
     assert drawn.getcolors() == [(drawn.width * drawn.height, BLACK)]
 
 
-def test_far_patches_of_one_group_share_the_colour() -> None:
+def test_far_patches_of_one_group_share_the_colour(no_lines: None) -> None:
     image = np.array([[0, 90, 30]], dtype=np.uint8)
-    drawn = np.asarray(groups.draw_groups(image, [2, 0, 2], (1, 3), scale=1, line=None))
+    drawn = np.asarray(groups.draw_groups(image, [2, 0, 2], (1, 3), scale=1))
     assert drawn[0, :, 0].tolist() == [15, 90, 15]
 
 
@@ -75,20 +81,20 @@ def test_scale_leaves_room_for_lines() -> None:
     assert groups.plain(np.zeros((28, 28), np.uint8), scale=6).size == (168, 168)
 
 
-def test_oblong_grids() -> None:
+def test_oblong_grids(no_lines: None) -> None:
     image = np.arange(6, dtype=np.uint8).reshape(2, 3)
-    drawn = np.asarray(groups.draw_groups(image, np.arange(6), (2, 3), scale=1, line=None))
+    drawn = np.asarray(groups.draw_groups(image, np.arange(6), (2, 3), scale=1))
     assert (drawn[..., 0] == image).all()
 
 
 def test_dropped_patches_are_dimmed_and_hatched_and_share_no_colour() -> None:
     image = np.array([[100, 200, 50, 90]], dtype=np.uint8).repeat(12, axis=0).repeat(12, axis=1)
-    drawn = np.asarray(groups.draw_groups(image, [-1, -1, 4, 4], (1, 4), scale=1, line=RED))
+    drawn = np.asarray(groups.draw_groups(image, [-1, -1, 4, 4], (1, 4), scale=1))
     for y in range(12):
         for x in range(48):
             colour = drawn[y, x].tolist()
             if x in (23, 24):  # where dropped patches meet the others; between the two dropped ones there is no line
-                assert colour == list(RED)
+                assert colour == list(groups.LINE)
             elif x > 24:
                 assert colour == [70] * 3  # (50 + 90) / 2, neither dimmed nor hatched
             elif (x + y) % groups.STRIDE == 0:

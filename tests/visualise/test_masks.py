@@ -11,10 +11,10 @@ COLOURS = ((200, 0, 0), (0, 100, 0))
 
 def test_colours_are_mixed_where_there_is_a_class() -> None:
     pixels = np.full((2, 3, 3), 100, np.uint8)
-    found = np.asarray(overlay(pixels, np.array([[0, 1, -1], [1, -1, 0]]), COLOURS, opacity=0.25))
-    assert found[0, 0].tolist() == [125, 75, 75]
-    assert found[0, 1].tolist() == [75, 100, 75]
-    assert found[0, 2].tolist() == [100, 100, 100]
+    tinted = np.asarray(overlay(pixels, np.array([[0, 1, -1], [1, -1, 0]]), COLOURS))
+    assert tinted[0, 0].tolist() == [160, 40, 40]
+    assert tinted[0, 1].tolist() == [40, 100, 40]
+    assert tinted[0, 2].tolist() == [100, 100, 100]
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -14,7 +14,7 @@ import dtem
 from dtem.data import images
 from dtem.data.labels import class_name
 from dtem.errors import DtemError
-from dtem.visualise.attention import class_attention
+from dtem.visualise.class_attention import class_attention
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 7}
 
@@ -54,17 +54,17 @@ def test_nothing_of_the_handle_changes(photo: Image.Image) -> None:
 
 def test_class_attention_is_the_row_of_an_explicit_softmax() -> None:
     model = tiny()
-    kept: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
     for block in model.blocks:
-        block.attn.qkv.register_forward_hook(lambda _, __, out: kept.append(out))
+        block.attn.qkv.register_forward_hook(lambda _, __, out: weights.append(out))
     handle = dtem.patch(model, "tome", r=8)
-    found = class_attention(handle, torch.randn(2, 3, 32, 32))
+    attention = class_attention(handle, torch.randn(2, 3, 32, 32))
     rows = []
-    for qkv in kept:
+    for qkv in weights:
         q, k, _ = qkv.view(2, 65, 3, 2, 16).permute(2, 0, 3, 1, 4)
         rows.append((q @ k.transpose(2, 3) / 4).softmax(-1)[:, :, 0, 1:].mean(1))
     expected = torch.stack(rows).mean(0)
-    torch.testing.assert_close(found, expected / expected.sum(1, keepdim=True))
+    torch.testing.assert_close(attention, expected / expected.sum(1, keepdim=True))
     assert handle.r == 8
     assert handle.method.name == "tome"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dtem.data.loader import Loader
-from dtem.data.preprocessing import resolve_data_config
+from dtem.data.preprocessing import pixel_statistics, resolve_data_config
 from dtem.data.sources import Source, Subset
 from dtem.data.transforms import eval_transform
 from dtem.evaluation.classification import ClassificationReport
@@ -16,7 +16,7 @@ from dtem.handle import Handle
 from dtem.measure import record
 from dtem.tables import Table
 from dtem.tasks.classification.outcomes import Outcomes
-from dtem.visualise import curves, groups, report
+from dtem.visualise import curves, groups, html_page
 
 if TYPE_CHECKING:
     from dtem.app.demo import DemoReport
@@ -36,27 +36,29 @@ def page(demo: "DemoReport", pictures: Sequence[Picture]) -> str:
     from dtem.app.demo import conclusions
 
     training, evaluation = demo.training, demo.evaluation
-    made = report.Page(f"dtem demo: {evaluation.model}")
-    made.text(
+    document = html_page.Page(f"dtem demo: {evaluation.model}")
+    document.text(
         f"Token merging makes a Vision Transformer faster by joining tokens that are alike. ToMe decides that by the "
         f"keys of attention; DTEM by an embedding that was trained for it, here for {training.seconds:.0f} seconds "
         f"on {demo.training_images} images without labels. Both are compared on the same {evaluation.images} images, "
         f"which {demo.unseen_by} never saw.",
         *conclusions(demo.verdicts),
     )
-    made.heading("Accuracy and cost")
-    made.figure(_plot(evaluation), "Accuracy against operations per image; the star is the unmerged model.", plot=True)
+    document.heading("Accuracy and cost")
+    document.figure(
+        _plot(evaluation), "Accuracy against operations per image; the star is the unmerged model.", plot=True
+    )
     for table in evaluation.parts():
         if isinstance(table, Table):
-            made.heading(table.title)
-            made.table(table.columns, table.rows)
-    made.heading("Merged patches")
-    made.text("Patches that share a token have one colour, their mean, with a line around them.")
+            document.heading(table.title)
+            document.table(table.columns, table.rows)
+    document.heading("Merged patches")
+    document.text("Patches that share a token have one colour, their mean, with a line around them.")
     for picture in pictures:
-        made.figure(picture.figure, picture.caption)
-    made.heading("How it was made")
+        document.figure(picture.figure, picture.caption)
+    document.heading("How it was made")
     config, provenance = training.config, record.collect("demo", None, seed=training.config.seed)
-    made.facts(
+    document.facts(
         {
             "command": " ".join(provenance.command),
             "data": evaluation.data,
@@ -67,7 +69,7 @@ def page(demo: "DemoReport", pictures: Sequence[Picture]) -> str:
             "time": provenance.time,
         }
     )
-    return made.html()
+    return document.html()
 
 
 def draw_pictures(
@@ -113,10 +115,10 @@ def _caption(outcomes: Mapping[str, Outcomes], index: int, r: str) -> str:
 
 def _figure(image: Tensor, sources: Mapping[str, Tensor], config: Mapping[str, Any], grid: tuple[int, int]) -> str:
     """The image and its merged patches after some blocks, one row per method."""
-    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = pixel_statistics(config)
     pixels = (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
     left = [len(block.unique()) for block in next(iter(sources.values()))]
-    blocks = groups.telling_blocks(left, grid[0] * grid[1])
+    blocks = groups.milestone_blocks(left, grid[0] * grid[1])
     plain = groups.plain(pixels, scale=groups.default_scale(pixels.shape[:2], grid))
     rows = [[plain, *(groups.draw_groups(pixels, own[block], grid) for block in blocks)] for own in sources.values()]
     captions = [f"block {block + 1}: {left[block]} groups" for block in blocks]

@@ -39,7 +39,12 @@ def add_arguments(parser: VerbParser) -> None:
     add("--adapter", metavar="FILE", help="adapter of --model for dtem; default: the shipped one, if there is one")
     add("--record", metavar="FILE", help="record.json of `dtem eval --out`: accuracies for the trade-off curve")
     add = parser.group("server").add_argument
-    add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on; default %(default)s: only here")
+    add(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen on; default %(default)s, this machine only",
+    )
     add(
         "--allowed-host",
         metavar="NAME",

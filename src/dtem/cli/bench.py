@@ -8,9 +8,10 @@ counts it, on CPU the bytes of live tensors (not known for compiled models there
 
 import argparse
 
-from dtem.cli.options import DTYPES, add_method_options, add_model_options, model_options, named
-from dtem.cli.parser import VerbParser, numbers
+from dtem.cli.options import add_method_options, add_model_options, model_options, named
+from dtem.cli.parser import VerbParser, batch_sizes
 from dtem.cli.printing import print_report
+from dtem.evaluation import DTYPES
 
 HELP = "time r against the unmerged model: speed-up with spread, memory"
 EXAMPLES = """\
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     report = benchmark(
         args.model,
         args.r,
-        batch_size=numbers("--batch-size", args.batch_size),
+        batch_size=batch_sizes("--batch-size", args.batch_size),
         **named(args, "method", "adapter", "shortcut", "rounds", "warmup", "compile"),
         **named(args, "device", "dtype", "threads", "seed"),
         **model_options(args),

@@ -7,7 +7,7 @@ part with an adapter; without one they are named and left out.
 import argparse
 
 from dtem.cli import options, printing
-from dtem.cli.parser import VerbParser, numbers
+from dtem.cli.parser import VerbParser, batch_sizes
 
 HELP = "all methods at equal GFLOPs, on the same images"
 EXAMPLES = """\
@@ -34,7 +34,7 @@ def add_arguments(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print, plot."""
     shared = options.evaluation_options(args)
-    sizes = [] if args.timed_batch_size == "none" else numbers("--timed-batch-size", args.timed_batch_size)
+    sizes = [] if args.timed_batch_size == "none" else batch_sizes("--timed-batch-size", args.timed_batch_size)
     from dtem.evaluation.compare import compare
 
     report = compare(args.model, args.data, args.gflops, timed_batch_size=sizes, rounds=args.rounds, **shared)

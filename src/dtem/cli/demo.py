@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 raise DtemError(f"--{name.replace('_', '-')} is for a model of your own: add --model and --data")
     if (args.model is None) != (args.data is None):
         one, other = ("--model", "--data") if args.model else ("--data", "--model")
-        raise DtemError(f"{one} goes with {other}; without both, the demo uses its own model and digits")
+        raise DtemError(f"{one} requires {other}; without both, the demo uses its own model and digits")
     torch.manual_seed(args.seed)
     report = run_demo(
         None if args.model is None else dtem.create_model(args.model, **options),

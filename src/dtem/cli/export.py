@@ -39,7 +39,7 @@ def add_arguments(parser: VerbParser) -> None:
 def run(args: Namespace) -> int:
     """Export and print the report."""
     import dtem
-    from dtem.exporters.files import check_format
+    from dtem.exporters.export import check_format
     from dtem.models.factory import is_transformers_name
 
     check_format(args.out, args.format, args.int8)

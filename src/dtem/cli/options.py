@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from dtem.cli.parser import VerbParser, comma_list, image_size
 from dtem.errors import DtemError, require
+from dtem.evaluation import DTYPES
 
 if TYPE_CHECKING:
     from dtem.handle import Handle
 
 DEFAULT_MODEL = "deit_tiny_patch16_224"
-DTYPES = ("float32", "bfloat16", "float16")
 R_HELP = (
     "tokens merged per block: 16, 16@-0.5 (falling), 16/16/8/0 (one per block), 20%% (of those left), 2.5G (what meets "
     "2.5 GMACs)"
@@ -82,7 +82,13 @@ def add_run_options(parser: VerbParser, batch_size: int | None = 64) -> None:
     add("--batch-size", metavar="N", type=int, default=batch_size, help=text)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="default %(default)s; others by autocast")
-    add("--workers", metavar="N", type=int, default=0, help="processes that decode images; default: this one alone")
+    add(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=0,
+        help="decoding processes; default %(default)s (main process)",
+    )
 
 
 def add_generation_options(add: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """The command-line parser: common options in `--help`, all of them in `--help-all`."""
 
 import argparse
+import functools
 import sys
 from typing import Any
 
@@ -20,7 +21,8 @@ class VerbParser(argparse.ArgumentParser):
     """Parser of one verb. Options are in named groups; advanced groups are shown by `--help-all` only."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        formatter = functools.partial(argparse.RawDescriptionHelpFormatter, width=120, max_help_position=32)
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
         self._advanced: list[Any] = []
         self.add_argument("--help-all", action=HelpAll, help="show all options, the advanced ones too")
 
@@ -78,14 +80,14 @@ def comma_list(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def numbers(option: str, text: str, kind: type = int, least: float = 1) -> list[Any]:
-    """``1,32`` as numbers, each once, none below `least`."""
+def batch_sizes(option: str, text: str) -> list[int]:
+    """``1,32`` as numbers, each once, none below 1."""
     try:
-        values = [kind(part) for part in comma_list(text)]
+        values = [int(part) for part in comma_list(text)]
     except ValueError:
         values = []
-    if not values or min(values) < least:
-        raise DtemError(f"{option} {text} must be numbers from {least:g} on, with commas between, such as 1,32")
+    if not values or min(values) < 1:
+        raise DtemError(f"{option} {text} must be numbers from 1 on, separated by commas, such as 1,32")
     return list(dict.fromkeys(values))
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from dtem.data.loader import check_shape
+from dtem.data.preprocessing import pixel_statistics
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
 
@@ -38,7 +38,9 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
             raise DtemError(f"{path} cannot be read: {error.strerror or error}") from error
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim not in (2, 3):
-            raise DtemError(f"an array of {source.dtype} and shape {source.shape} is no image: give bytes, (h, w[, 3])")
+            raise DtemError(
+                f"an array of {source.dtype} and shape {source.shape} is not an image: give bytes, (h, w[, 3])"
+            )
         source = Image.fromarray(source)
     try:
         with warnings.catch_warnings():
@@ -55,7 +57,7 @@ def open_image(source: Any, pixels: int = PIXELS) -> "Image.Image":
     except DtemError:
         raise
     except Exception as error:  # Pillow raises errors of every kind on damaged files
-        reason = "no image file that can be read" if isinstance(error, UnidentifiedImageError) else "damaged"
+        reason = "not an image file that can be read" if isinstance(error, UnidentifiedImageError) else "damaged"
         raise DtemError(f"{name} is {reason}; give a PNG, JPEG or WebP image") from error
     return upright
 
@@ -67,5 +69,5 @@ def prepare(config: Mapping[str, Any], image: "Image.Image") -> Float[Tensor, "1
 
 def pixels(config: Mapping[str, Any], images: Float[Tensor, "b c h w"]) -> UInt8[np.ndarray, "b h w c"]:
     """The inverse of `prepare`: images as bytes, for display."""
-    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = pixel_statistics(config)
     return (255 * (images.cpu().float() * std + mean)).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()

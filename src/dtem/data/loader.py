@@ -221,7 +221,7 @@ class _Reader(NamedTuple):
         decoded = self._decode(position, record, unreadable)
         if unreadable and self.stop:
             name, reason = next(iter(unreadable.items()))
-            raise DtemError(f"{name} cannot be read: {reason}. Mend or remove it, or skip bad images")
+            raise DtemError(f"{name} cannot be read: {reason}. Repair or remove it, or set on_decode_error = 'skip'")
         if decoded is None:
             return None
         image, label, name = decoded

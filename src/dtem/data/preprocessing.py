@@ -1,8 +1,10 @@
 """The preprocessing of a model: the only place that calls timm's `resolve_data_config`."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dtem import integrations
 from dtem.errors import DtemError
@@ -24,3 +26,9 @@ def resolve_data_config(model: nn.Module) -> dict[str, Any]:
             "own loop, or set model.pretrained_cfg (a dict with mean, std, interpolation and crop_pct), as timm does"
         )
     return dict(resolve({"input_size": host.image}, model=model))  # type: ignore[no-untyped-call]
+
+
+def pixel_statistics(config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of pixels by channel, each (c, 1, 1)."""
+    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    return mean, std

@@ -28,7 +28,7 @@ def parse(spec: str, rest: str, known: Sequence[str]) -> tuple[str, dict[str, st
         for pair in text.split("&"):
             key, equals, value = pair.partition("=")
             if not equals or key not in known:
-                raise DtemError(f"{spec!r}: {pair!r} is no option; write ?{'&'.join(f'{key}=…' for key in known)}")
+                raise DtemError(f"{spec!r}: {pair!r} is not an option; write ?{'&'.join(f'{key}=…' for key in known)}")
             options[key] = value
     return name, options, split
 

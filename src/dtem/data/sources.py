@@ -89,7 +89,7 @@ def open_source(spec: str) -> Source:
     if scheme not in SCHEMES:
         raise DtemError(f"{spec!r}: there is no data scheme {scheme!r}; give a folder of images, or {_FORMS}")
     if not rest:
-        raise DtemError(f"{spec!r} names nothing after {scheme}:")
+        raise DtemError(f"{spec!r} is incomplete: a name must follow {scheme}:")
     if scheme == "wds":
         return shards.Shards(spec, rest)
     if scheme == "timm":

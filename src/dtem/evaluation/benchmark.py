@@ -13,7 +13,7 @@ from torch import nn
 from dtem import integrations, methods, schedule
 from dtem.adapters.attach import as_handle, attach, is_patched
 from dtem.errors import DtemError
-from dtem.evaluation.report import public_name
+from dtem.evaluation.evaluation_report import public_name
 from dtem.evaluation.variants import UNMERGED, check_device
 from dtem.handle import Handle
 from dtem.measure import flops, throughput
@@ -46,7 +46,7 @@ class BenchmarkRow:
     """Most memory that a forward holds beyond weights and input; None where that is not known."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BenchmarkReport(Report):
     """What `benchmark` returns."""
 

@@ -11,7 +11,7 @@ from dtem.data.loader import Loader
 from dtem.data.preprocessing import resolve_data_config
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
-from dtem.evaluation.report import EvaluationReport, differences, left_out_notes, shared_fields
+from dtem.evaluation.evaluation_report import EvaluationReport, differences, left_out_notes, shared_fields
 from dtem.evaluation.variants import Setup, Variant, variants_of
 from dtem.files import write_file
 from dtem.measure.statistics import Difference

@@ -17,7 +17,13 @@ from dtem.data.sources import Source
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
 from dtem.evaluation import knn as nearest
-from dtem.evaluation.report import THROUGHPUT_NOTE, EvaluationReport, differences, left_out_notes, shared_fields
+from dtem.evaluation.evaluation_report import (
+    THROUGHPUT_NOTE,
+    EvaluationReport,
+    differences,
+    left_out_notes,
+    shared_fields,
+)
 from dtem.evaluation.variants import REFERENCE, Setup, Variant, variants_of, with_measured_cost
 from dtem.progress import progress_bar
 from dtem.tables import Column, Report, Table, giga, table
@@ -183,7 +189,7 @@ def _row(variant: Variant, own: Outcomes, against_unmerged: Paired | None) -> Cl
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OutcomeComparison(Report):
     """What `compare_outcomes` returns: b against a."""
 

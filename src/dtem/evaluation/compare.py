@@ -13,7 +13,7 @@ from dtem.data.sources import Source
 from dtem.errors import DtemError
 from dtem.evaluation.classification import ClassificationReport, Evaluation, evaluate_classifiers, mean_gflops
 from dtem.evaluation.evaluate import build
-from dtem.evaluation.report import save_record
+from dtem.evaluation.evaluation_report import save_record
 from dtem.evaluation.variants import REFERENCE, Adapters, RunSettings, check_methods, labelled, patched_variants
 from dtem.handle import Handle, patch
 from dtem.integrations.weight_sharing import share

@@ -15,8 +15,8 @@ from dtem.data.sources import Source
 from dtem.errors import DtemError, require
 from dtem.evaluation.captioning import evaluate_captioners
 from dtem.evaluation.classification import evaluate_classifiers
+from dtem.evaluation.evaluation_report import EvaluationReport, public_name, save_record
 from dtem.evaluation.knn import NUM_NEIGHBOURS
-from dtem.evaluation.report import EvaluationReport, public_name, save_record
 from dtem.evaluation.segmentation import evaluate_segmenters
 from dtem.evaluation.variants import REFERENCE, Adapters, RunSettings, Setup, check_methods, patched_variants
 from dtem.handle import Handle
@@ -165,7 +165,7 @@ def build(
         elif features:
             num_classes = 0
         elif num_classes and model_options.get("weights") is None and model_options.get("pretrained", True):
-            raise DtemError(f"num_classes = {num_classes} goes with weights: published ones have their own head")
+            raise DtemError(f"num_classes = {num_classes} requires weights: published ones have their own head")
         created = create_model(model, **{**model_options, "num_classes": num_classes}).to(device)
         return Setup(created, source, settings, public_name(model))
     if model_options:

@@ -39,7 +39,7 @@ class FlopsRow:
     paper_reduction_percent: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlopsReport(Report):
     """What `count_flops` returns."""
 

@@ -34,7 +34,7 @@ MAX_LISTED = 5
 """Unreadable images that the report lists by name."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PredictReport(Report):
     """Outcome of `dtem.predict`."""
 

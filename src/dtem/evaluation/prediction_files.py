@@ -147,7 +147,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
     try:
         return _pyarrow().parquet.read_table(path, columns=list(columns))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        raise DtemError(f"{path} is damaged or no table of predictions: {error}. Remove it and run again") from error
+        raise DtemError(f"{path} is damaged or not a table of predictions: {error}. Remove it and run again") from error
 
 
 def _read_identity(path: Path) -> Any:
@@ -155,4 +155,4 @@ def _read_identity(path: Path) -> Any:
         metadata = _pyarrow().parquet.read_schema(path).metadata or {}
         return json.loads(metadata.get(b"dtem", b"null"))
     except (OSError, ValueError) as error:
-        raise DtemError(f"{path} is there already and is no table of predictions ({error}); remove it") from error
+        raise DtemError(f"{path} exists and is not a table of predictions ({error}); remove it") from error

@@ -12,7 +12,7 @@ from dtem.data.loader import Loader
 from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import Source
 from dtem.errors import DtemError
-from dtem.evaluation.report import THROUGHPUT_NOTE, EvaluationReport, differences, shared_fields
+from dtem.evaluation.evaluation_report import THROUGHPUT_NOTE, EvaluationReport, differences, shared_fields
 from dtem.evaluation.variants import Setup, Variant, variants_of
 from dtem.measure.statistics import Difference
 from dtem.progress import progress_bar

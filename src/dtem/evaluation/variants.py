@@ -1,5 +1,6 @@
 """Variants of a model that are evaluated side by side: unmerged, and each method at each r, with their costs."""
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -17,6 +18,7 @@ from dtem.adapters import storage
 from dtem.data import sources
 from dtem.data.sources import Source
 from dtem.errors import DtemError
+from dtem.evaluation import DTYPES
 from dtem.handle import Handle, patch
 from dtem.integrations.weight_sharing import share
 from dtem.measure import flops, token_costs
@@ -27,7 +29,6 @@ from dtem.types import HostSpec
 UNMERGED = "unmerged"
 REFERENCE = "tome"
 """The method that every other one is compared with."""
-DTYPES = ("float32", "bfloat16", "float16")
 AdapterFile = str | os.PathLike[str]
 Adapters = AdapterFile | Sequence[AdapterFile] | Mapping[str, AdapterFile]
 """Adapters: files, Hub ids or shipped names, also as ``LABEL=FILE``; or a mapping from label to file."""
@@ -133,7 +134,7 @@ class TimedForward:
         return output
 
 
-class TokenPrices(NamedTuple):
+class TokenCosts(NamedTuple):
     """What tokens cost (`measure.token_costs`), in both conventions."""
 
     host: HostSpec
@@ -153,7 +154,7 @@ class Variant:
     paper: int
     """Operations as the paper counts them."""
     forward: TimedForward
-    prices: TokenPrices | None = None
+    costs: TokenCosts | None = None
     """Where the cost differs from image to image: what it is computed from once the images have been run."""
     macs_quartiles: tuple[int, int] | None = None
     """There, the quartiles of MACs over images."""
@@ -171,11 +172,11 @@ def file_name(label: str, r: str) -> str:
 
 def with_measured_cost(variant: Variant) -> Variant:
     """The variant with its cost over the images that were run, where each image has its own."""
-    prices = variant.prices
-    if prices is None:
+    costs = variant.costs
+    if costs is None:
         return variant
     tokens = torch.cat(variant.forward.tokens)
-    macs, paper = (token_costs.macs_at(each, tokens, prices.host) for each in (prices.macs, prices.paper))
+    macs, paper = (token_costs.macs_at(each, tokens, costs.host) for each in (costs.macs, costs.paper))
     low, high = macs.quantile(macs.new_tensor([0.25, 0.75])).tolist()
     return dataclasses.replace(
         variant,
@@ -186,7 +187,7 @@ def with_measured_cost(variant: Variant) -> Variant:
     )
 
 
-def token_prices(label: str, handle: Handle) -> TokenPrices:
+def fit_costs(label: str, handle: Handle) -> TokenCosts:
     """What tokens cost this model."""
     if handle.merger.shortcut:
         raise DtemError(f"{label} has a cost per image, which is counted without the shortcut; leave it out")
@@ -198,7 +199,7 @@ def token_prices(label: str, handle: Handle) -> TokenPrices:
 
     macs = token_costs.fit_token_costs(lambda plan: count(plan).macs / 1e9, handle.host)
     paper = token_costs.fit_token_costs(lambda plan: count(plan).paper / 1e9, handle.host)
-    return TokenPrices(handle.host, macs, paper)
+    return TokenCosts(handle.host, macs, paper)
 
 
 def solve_budget(handle: Handle, spec: str, batches: Sequence[Tensor] | None = None) -> Schedule:
@@ -207,15 +208,15 @@ def solve_budget(handle: Handle, spec: str, batches: Sequence[Tensor] | None = N
     if plans is None or batches is None or not isinstance(parsed, schedule.Budget):
         with handle.at(r=spec):
             return handle.merger.schedule
-    prices = token_prices(handle.method.name, handle)
+    costs = fit_costs(handle.method.name, handle)
 
     @functools.cache
     def cost(step: int) -> float:
         with handle.at(r=plans[step]):
             tokens = token_costs.measure_tokens(handle.model, batches)
-        return token_costs.macs_at(prices.macs, tokens, handle.host).mean().item() / 1e9
+        return token_costs.macs_at(costs.macs, tokens, handle.host).mean().item() / 1e9
 
-    step = token_costs.first_within(parsed.gflops, len(plans), cost)
+    step = bisect.bisect_left(range(len(plans) - 1), True, key=lambda step: cost(step) <= parsed.gflops)
     if cost(step) > parsed.gflops:
         raise DtemError(f"a budget of {parsed} cannot be met by {handle.method.name}: at least {cost(step):.3g} GFLOPs")
     if step and cost(step - 1) - parsed.gflops < parsed.gflops - cost(step):  # on average, so the nearer one
@@ -256,7 +257,7 @@ def variants_of(
                 (run,) = at_rates(handle, [solved], function).values()
                 if batches is not None and handle.method.variable_length:
                     timed = TimedForward(run, handle)
-                    variants.append(Variant(label, spec, 0, 0, 0, timed, token_prices(label, handle)))
+                    variants.append(Variant(label, spec, 0, 0, 0, timed, fit_costs(label, handle)))
                 else:
                     count = flops.count(handle.model, image or handle.host.image)
                     variants.append(Variant(label, spec, handle.tokens[-1], count.macs, count.paper, TimedForward(run)))

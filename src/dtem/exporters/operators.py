@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtem.exporters import merging
+from dtem.exporters import onnx_merge
 
 OPSET = 18
 
@@ -58,5 +58,5 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.sort.stable: sort,
         aten.gelu.default: gelu,
         aten.scaled_dot_product_attention.default: attention,
-        torch.ops.dtem.merge.default: merging.merge,
+        torch.ops.dtem.merge.default: onnx_merge.merge,
     }

@@ -1,6 +1,6 @@
 """Cost of single images, for methods that keep a different number of tokens in each image (`variable_length`)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -42,18 +42,3 @@ def measure_tokens(model: nn.Module, batches: Iterable[Tensor]) -> Int[Tensor, "
     if not counts:
         raise DtemError("there are no images to count tokens on: give one batch or more")
     return torch.cat(counts)
-
-
-def first_within(budget: float, count: int, cost: Callable[[int], float]) -> int:
-    """Index of the first of `count` choices that costs at most `budget`; of the last, if none does.
-
-    Costs must decrease from one choice to the next, so that bisection finds it.
-    """
-    low, high = 0, count - 1
-    while low < high:
-        middle = (low + high) // 2
-        if cost(middle) > budget:
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -29,9 +29,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dtem import ops
-from dtem.errors import DtemError
 from dtem.methods.base import Config, Method, check_flag, full_size
 from dtem.ops.matching import positions
+from dtem.schedule import check_stages
 from dtem.types import Taps, Tokens
 
 
@@ -110,8 +110,7 @@ def every_block(first: int = 3, depth: int = 12, r: int = 1) -> tuple[int, ...]:
     Examples:
         >>> dtem.patch(model, "ats", r=every_block(), trim=True)
     """
-    if not 0 <= first < depth:
-        raise DtemError(f"block {first} is not among the {depth} blocks 0 … {depth - 1}")
+    check_stages([first], depth)
     return (0,) * first + (r,) + (1,) * (depth - first - 1)
 
 

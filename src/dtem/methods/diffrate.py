@@ -33,7 +33,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dtem import ops
@@ -142,7 +142,7 @@ class DiffRate(Method):
         kept, gone = ops.prune(attention, r, prefix)
         merged = positions(1, r, gone.device) < r - (share[layer] * r).round()  # (1, r): those of highest attention
         x, lost = ops.take(tokens.x, kept), ops.take(tokens.x, gone)
-        near, into = most_similar(lost, x[:, prefix:])
+        near, into = ops.find_hosts(lost.detach(), x[:, prefix:].detach())
         size = full_size(tokens)
         extra = merged * near.clamp(min=0.0).to(size.dtype) * size.gather(1, gone)
         new_size = size.gather(1, kept).scatter_add(1, into + prefix, extra)
@@ -175,7 +175,7 @@ class DiffRate(Method):
         keep = keep * (((rank < middle) | gone) + held[0][rank])
         keep = keep * (((rank < after) | (rank >= middle)) + held[1][rank])
 
-        near, into = most_similar(x, x, rank < after)
+        near, into = ops.find_hosts(x.detach(), x.detach(), (rank < after).unsqueeze(1))
         moves = ((rank >= after) & (rank < middle)).to(size.dtype)
         flow = nn.functional.one_hot(into, patches).to(size.dtype) * moves.unsqueeze(-1)  # (b, p, p): i goes into j
         size = size + (flow * (near.clamp(min=0.0) * size).unsqueeze(-1)).sum(dim=1)
@@ -245,18 +245,3 @@ def split(left: Tensor, count: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Patches after pruning and after merging: `count`, but at least half of `left`."""
     after = torch.maximum(torch.minimum(left, count), left - (left / 2).floor())
     return left - (share * (left - after)).round(), after
-
-
-@torch.no_grad()
-def most_similar(
-    x: Float[Tensor, "b i c"], others: Float[Tensor, "b j c"], allowed: Tensor | None = None
-) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
-    """The largest cosine of each token with the (`allowed`) `others`, and the index of that token."""
-    with full_precision(x.device):
-        x, others = (part if part.dtype == torch.float64 else part.float() for part in (x, others))
-        x, others = (nn.functional.normalize(part, dim=-1) for part in (x, others))
-        cosine = x @ others.mT
-        if allowed is not None:
-            cosine = cosine.masked_fill(~allowed.unsqueeze(1), -torch.inf)
-        near, into = cosine.max(dim=-1)
-        return near, into

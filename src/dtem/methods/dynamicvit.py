@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from dtem import ops
 from dtem.errors import DtemError
 from dtem.methods.base import MASKED, Config, Method, check_positive, full_size
+from dtem.schedule import check_stages
 from dtem.types import SIZE_FLOOR, HostSpec, Tokens
 
 
@@ -183,11 +184,8 @@ def keep_rate(rate: float, patches: int, depth: int = 12, at: Collection[int] | 
     Examples:
         >>> dtem.patch(model, "dynamicvit", r=keep_rate(0.7, patches=196))
     """
-    if not 0 < rate <= 1:
-        raise DtemError(f"keep rate {rate} is outside 0 … 1")
     stages = sorted(default_stages(depth) if at is None else at)
-    if any(not 0 <= layer < depth for layer in stages):
-        raise DtemError(f"blocks {stages} are not all among the {depth} blocks 0 … {depth - 1}")
+    check_stages(stages, depth, rate)
     plan, left = [0] * depth, patches
     for index, layer in enumerate(stages):
         kept = int(patches * rate ** (index + 1) + 1e-9)

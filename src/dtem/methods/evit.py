@@ -22,8 +22,8 @@ from typing import ClassVar
 import torch
 
 from dtem import ops
-from dtem.errors import DtemError
 from dtem.methods.base import Config, Method, check_flag, full_size
+from dtem.schedule import check_stages
 from dtem.types import HostSpec, Taps, Tokens
 
 
@@ -83,10 +83,7 @@ def keep_rate(
     Examples:
         >>> dtem.patch(model, "evit", r=keep_rate(0.7, patches=196))
     """
-    if not 0 < rate <= 1:
-        raise DtemError(f"keep rate {rate} is outside 0 … 1")
-    if any(not 0 <= layer < depth for layer in at):
-        raise DtemError(f"blocks {sorted(at)} are not all among the {depth} blocks 0 … {depth - 1}")
+    check_stages(at, depth, rate)
     plan = []
     for layer in range(depth):
         gone = patches - math.ceil(rate * patches) if layer in at else 0

@@ -32,6 +32,7 @@ from dtem import ops
 from dtem.errors import DtemError
 from dtem.methods.base import Config, Method, check_count, check_flag
 from dtem.ops.matching import positions
+from dtem.schedule import check_stages
 from dtem.types import Taps, Tokens
 
 
@@ -134,8 +135,5 @@ def slow_share(share: float, patches: int, depth: int = 12, first: int = 4) -> t
     Examples:
         >>> dtem.patch(model, "evo_vit", r=slow_share(0.5, patches=196))
     """
-    if not 0 < share <= 1:
-        raise DtemError(f"share {share} is outside 0 … 1")
-    if not 0 <= first < depth:
-        raise DtemError(f"block {first} is not among the {depth} blocks 0 … {depth - 1}")
+    check_stages([first], depth, share)
     return tuple(patches - int(share * patches) if layer == first else 0 for layer in range(depth))

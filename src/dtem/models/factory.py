@@ -81,7 +81,7 @@ def create_model(
         model = _segmenter(name, pretrained, weights, encoder_weights, own)
     elif name == "mnist_vit":
         for option in changes:
-            raise DtemError(f"{option}: mnist_vit comes as it is; leave it out")
+            raise DtemError(f"{option}: mnist_vit has a fixed configuration; leave it out")
         model = mnist_vit.create(pretrained)
     elif is_transformers_name(name):
         model = hub.create(name, pretrained, with_tokenizer=weights is not None, revision=revision, **changes)

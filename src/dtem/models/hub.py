@@ -71,7 +71,7 @@ def create(
                 raise DtemError(f"{name}: its configuration names no model class of transformers")
             if cls is transformers.GitForCausalLM and (pretrained or with_tokenizer):
                 for option in options:
-                    raise DtemError(f"{option}: the captioner {name} comes as it is; leave it out")
+                    raise DtemError(f"{option}: the captioner {name} has a fixed configuration; leave it out")
                 model: nn.Module = git.load(source, pretrained, revision)
             else:
                 _change(config, options, name)

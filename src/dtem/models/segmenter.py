@@ -209,7 +209,7 @@ def checkpoint_filter_fn(state: Mapping[str, Tensor], model: Segmenter) -> dict[
         side = math.isqrt(max(positions.shape[1] - prefix, 0)) if positions.ndim == 3 else 0
         if not side or side * side != positions.shape[1] - prefix:
             shape = tuple(positions.shape)
-            raise DtemError(f"encoder.pos_embed of shape {shape} is no square grid after {prefix} prefix tokens")
+            raise DtemError(f"encoder.pos_embed of shape {shape} is not a square grid after {prefix} prefix tokens")
         grid = encoder.patch_embed.grid_size
         state["encoder.pos_embed"] = resize_positions(positions.float(), (side, side), grid, prefix)
     return state

@@ -43,7 +43,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise DtemError(f"{path.name} holds no weights: it is a {type(content).__name__}, expected a state dict")
     for name, value in content.items():
         if not isinstance(value, Tensor):
-            raise DtemError(f"{path.name} is no state dict: {name!r} is a {type(value).__name__}, not a tensor")
+            raise DtemError(f"{path.name} is not a state dict: {name!r} is a {type(value).__name__}, not a tensor")
     return dict(content)
 
 

@@ -94,9 +94,7 @@ def moments(h: Float[Tensor, "b n c"], gradients: Float[Tensor, "k b n c"], pref
     return Moments(torch.tensor(float(len(h)), dtype=torch.float64, device=h.device), h.sum(dim=0), h.T @ h, g.T @ g)
 
 
-def distance_embedding(
-    moments: Moments, dim: int, far: float = FAR
-) -> tuple[Float[Tensor, "dim c"], Float[Tensor, " dim"]]:
+def distance_embedding(moments: Moments, dim: int) -> tuple[Float[Tensor, "dim c"], Float[Tensor, " dim"]]:
     """Weight and bias of the embedding [z, c]: the dim − 1 directions of largest λ, and the constant."""
     mean = moments.h / moments.tokens
     covariance = moments.hh / moments.tokens - mean.outer(mean)
@@ -108,5 +106,5 @@ def distance_embedding(
     weight, bias = rows.new_zeros(dim, rows.shape[1]), rows.new_zeros(dim)
     weight[:count] = rows
     bias[:count] = -rows @ mean
-    bias[-1] = far
+    bias[-1] = FAR
     return weight.float(), bias.float()

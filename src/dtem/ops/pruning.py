@@ -55,10 +55,10 @@ def sample(
         share = share / share[:, -1:]  # ends at exactly 1
         steps = torch.arange(samples, device=score.device, dtype=share.dtype)
         quantiles = ((2 * steps + 1) / (2 * samples)).expand(batch, -1).contiguous()
-        hit = torch.searchsorted(share.contiguous(), quantiles).clamp(max=tokens - 1)
+        selected = torch.searchsorted(share.contiguous(), quantiles).clamp(max=tokens - 1)
         if order is not None:
-            hit = order.gather(1, hit)
-        missed = torch.ones_like(score, dtype=torch.int8).scatter(1, hit, 0)
-        index = missed.sort(dim=1, stable=True).indices[:, : min(samples, tokens)]
-        real = missed.gather(1, index) == 0
+            selected = order.gather(1, selected)
+        unselected = torch.ones_like(score, dtype=torch.int8).scatter(1, selected, 0)
+        index = unselected.sort(dim=1, stable=True).indices[:, : min(samples, tokens)]
+        real = unselected.gather(1, index) == 0
         return torch.where(real, index, index[:, :1]), real

@@ -17,7 +17,7 @@ from dtem.ops.merging import flat
 
 
 def find_hosts(
-    guests: Float[Tensor, "b r c"], hosts: Float[Tensor, "b k c"], allowed: Bool[Tensor, "b r k"] | None = None
+    guests: Float[Tensor, "b r c"], hosts: Float[Tensor, "b k c"], allowed: Bool[Tensor, "b #r k"] | None = None
 ) -> tuple[Float[Tensor, "b r"], Int[Tensor, "b r"]]:
     """The cosine of each guest with its most similar host, with gradient, and the index of that host.
 

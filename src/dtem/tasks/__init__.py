@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-TASKS = ("classification", "segmentation", "captioning")
 _FAMILIES = {"segmenter": "segmentation", "hf_git": "captioning"}
 
 

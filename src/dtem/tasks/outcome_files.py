@@ -34,7 +34,7 @@ class StoredOutcomes:
             raise DtemError("there are no outcomes: not one image was evaluated")
         name, times = Counter(self.names).most_common(1)[0]
         if times > 1:
-            raise DtemError(f"the image {name!r} is there twice; outcomes are paired by name, so each needs its own")
+            raise DtemError(f"the image name {name!r} occurs more than once; outcomes are paired by unique names")
 
     def __len__(self) -> int:
         return len(self.names)
@@ -75,7 +75,7 @@ class StoredOutcomes:
         except (OSError, ValueError, RecursionError) as error:
             raise DtemError(f"the file cannot be read: {error}") from error
         if not isinstance(header, dict) or "format" not in header:
-            raise DtemError("these are no outcomes; `dtem eval --out` writes some")
+            raise DtemError("this is not a file of outcomes; `dtem eval --out` writes them")
         if header["format"] != FORMAT:
             raise DtemError(f"these are outcomes of format {header['format']!r}; this version reads format {FORMAT}")
         names = header.get("names")

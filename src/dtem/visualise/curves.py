@@ -32,7 +32,7 @@ def draw(
     now: Mapping[str, Point] | None = None,
     form: str = "png",
 ) -> bytes:
-    """The plot as the content of a file: each line by its name, and `base` (the unmerged model) as a level to hold.
+    """The plot as the content of a file: each line by its name, and `base` (the unmerged model) as a horizontal line.
     Points of `now`, by the name of their line, are ringed.
 
     The same input gives the same bytes: no date goes in. SVG is fit for embedding in a page.
@@ -59,7 +59,7 @@ def form_of(path: str | Path, formats: Sequence[str] = FORMATS, kind: str = "plo
     form = Path(path).suffix.removeprefix(".").lower()
     if form not in formats:
         raise DtemError(
-            f"{path} does not name a kind of {kind}; end it in {' or '.join('.' + name for name in formats)}"
+            f"{path}: not a file format of a {kind}; the name must end in {' or '.join('.' + name for name in formats)}"
         )
     return form
 

@@ -20,7 +20,7 @@ _PATCH = 12
 """Least pixels of a patch in a picture: room for the lines."""
 LINE = (230, 60, 40)
 SHARES = (0.75, 0.5, 0.25, 0.1)
-"""Shares of patches left at which `telling_blocks` takes a block."""
+"""Shares of patches left at which `milestone_blocks` takes a block."""
 DIM, HATCH, STRIDE = 0.3, (150, 150, 150), 6
 """Dropped patches: factor of their brightness, and colour and distance (pixels) of diagonal lines."""
 
@@ -46,16 +46,15 @@ def draw_groups(
     grid: tuple[int, int],
     *,
     scale: int | None = None,
-    line: tuple[int, int, int] | None = LINE,
 ) -> Image.Image:
-    """Paint each group of patches in its mean colour and draw its border. Dropped patches are dimmed and hatched.
+    """Paint each group of patches in its mean colour and draw its border, one pixel on either side of where groups
+    meet. Dropped patches are dimmed and hatched.
 
     Args:
         image: PIL image, or array (h, w), (h, w, 1) or (h, w, 3): bytes, or floats from 0 to 1.
         source: (p,) index of the token that holds each patch, row by row; −1: the patch was dropped.
         grid: patches from top to bottom, and from left to right.
         scale: pixels of the picture per pixel of the image; None: as many as the lines need.
-        line: colour of the borders, which are one pixel on either side of where groups meet; None: no borders.
     """
     groups = _groups(image, source, grid)
     high, wide = groups.patch
@@ -65,8 +64,7 @@ def draw_groups(
     )
     picture = groups.colour[label]
     picture[(label < groups.dropped) & (np.add(*np.indices(label.shape)) % STRIDE == 0)] = HATCH
-    if line is not None:
-        picture[_borders(outline)] = line
+    picture[_borders(outline)] = LINE
     return Image.fromarray(picture)
 
 
@@ -124,7 +122,7 @@ def data_uri(picture: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
 
 
-def telling_blocks(left: Sequence[int], patches: int) -> list[int]:
+def milestone_blocks(left: Sequence[int], patches: int) -> list[int]:
     """The blocks after which three quarters, half, a quarter and a tenth of the patches are left; at least the last.
 
     Args:

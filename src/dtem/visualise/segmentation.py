@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dtem.data import images
-from dtem.data.preprocessing import resolve_data_config
+from dtem.data.preprocessing import pixel_statistics, resolve_data_config
 from dtem.errors import DtemError
 from dtem.files import write_file
 from dtem.handle import Handle
@@ -39,7 +39,7 @@ class SegmentationView:
     sources: list[Int[Tensor, " p"]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SegmentationVisualisation(Report):
     """An image with the classes of its pixels and the merged groups, by method."""
 
@@ -168,7 +168,7 @@ def show_segmentation(
     size = Inference(short_side).resized((opened.height, opened.width))
     pixels = np.asarray(opened.resize(size[::-1]))
     config = resolve_data_config(segmenter)
-    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = pixel_statistics(config)
     x = ((torch.from_numpy(pixels.copy()).movedim(-1, 0) / 255 - mean) / std)[None].to(next(segmenter.parameters()))
     depth = len(segmenter.encoder.blocks)
     with eval_mode(segmenter), first.at(r=0):

@@ -20,7 +20,8 @@ from dtem.handle import Handle
 from dtem.integrations import as_logits_fn
 from dtem.tables import Report, Table
 from dtem.tasks.running import eval_mode
-from dtem.visualise import allocation, attention, groups
+from dtem.visualise import allocation, groups
+from dtem.visualise.class_attention import class_attention
 from dtem.visualise.curves import form_of
 from dtem.visualise.sheet import sheet
 
@@ -51,7 +52,7 @@ class MethodView:
         return len(torch.unique(source[source >= 0]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Visualisation(Report):
     """An image with its groups by method. In a notebook it is displayed as a picture."""
 
@@ -94,7 +95,7 @@ class Visualisation(Report):
         """Indices of the blocks that `which` stands for."""
         first = next(iter(self.views.values()))
         left = [first.num_groups(block) for block in range(self.depth)]
-        return groups.choose_blocks(which, self.depth, groups.telling_blocks(left, self.grid[0] * self.grid[1]))
+        return groups.choose_blocks(which, self.depth, groups.milestone_blocks(left, self.grid[0] * self.grid[1]))
 
     def picture(self, blocks: Blocks = "some") -> "Image.Image":
         """One row per method: the image, then its groups after some blocks."""
@@ -278,7 +279,7 @@ def _foreground(
     handle: Handle, x: Tensor, image: "Image.Image", mask: Any, grid: tuple[int, int]
 ) -> tuple[Bool[np.ndarray, " p"] | None, str | None]:
     if mask is None:
-        weights = attention.class_attention(handle, _like_weights(handle, x))
+        weights = class_attention(handle, _like_weights(handle, x))
         return (None, None) if weights is None else (allocation.by_attention(weights[0].cpu()), BY_ATTENTION)
     if isinstance(mask, np.ndarray) and mask.dtype == bool:
         mask = mask.astype(np.uint8) * 255

@@ -54,8 +54,8 @@ def test_json_lines(tmp_path):
     lines = [{"image": "2.png", "captions": ["x", "y"]}, {"image": "3.png", "caption": "z"}]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     assert [item.captions for item in open_captions(str(file)).items] == [("x", "y"), ("z",)]
-    kept = json.dumps({"image": "2.png", "caption": "a dog\u2028runs"}, ensure_ascii=False)
-    file.write_text(f"\ufeff{kept}\r\n", encoding="utf-8")
+    line = json.dumps({"image": "2.png", "caption": "a dog\u2028runs"}, ensure_ascii=False)
+    file.write_text(f"\ufeff{line}\r\n", encoding="utf-8")
     assert [item.captions for item in open_captions(str(file)).items] == [("a dog\u2028runs",)]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     (tmp_path / "elsewhere").mkdir()
@@ -69,7 +69,7 @@ def test_json_lines(tmp_path):
         ("[{", "damaged"),
         ("3", "neither a list"),
         ('[{"split": "train", "captions": ["a"]}]', "filename"),
-        ('[{"filename": "0.png", "captions": []}]', "no text"),
+        ('[{"filename": "0.png", "captions": []}]', "not text"),
         ("[]", "no captions"),
     ],
 )
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said(tmp_path, content, said):
 
 def test_other_mistakes_are_said_too(tmp_path):
     file = write_pictures(tmp_path)
-    with pytest.raises(DtemError, match="no file of captions"):
+    with pytest.raises(DtemError, match="not a file of captions"):
         open_captions(str(tmp_path / "nothing.json"))
     with pytest.raises(DtemError, match="'pictures' is not known"):
         open_captions(f"{file}?pictures=x")
@@ -96,6 +96,6 @@ def test_bad_and_missing_images_are_named_and_counted(tmp_path):
     (tmp_path / "images" / "2.png").write_bytes(b"no picture")
     source = open_captions(f"{file}#train")
     loader = Loader(source, to_pixels, 2)
-    kept = [index for batch in loader.epoch(0) for index in batch.labels.tolist()]
-    assert [source.items[index].name for index in kept] == ["0.png", "3.png"]
+    labels = [index for batch in loader.epoch(0) for index in batch.labels.tolist()]
+    assert [source.items[index].name for index in labels] == ["0.png", "3.png"]
     assert set(loader.skipped) == {"1.png", "2.png"}

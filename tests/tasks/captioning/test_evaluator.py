@@ -71,15 +71,15 @@ def test_variants_see_the_same_images_and_leave_no_trace(model, folder):
     handle = dtem.patch(copy.deepcopy(model), "tome", 3)
     plain, patched = (evaluator.captioner(captioner, 1, 4) for captioner in (model, handle.model))
     variants = {"none": plain, **at_rates(handle, ["0", "9"], patched)}
-    found = evaluator.run_variants(variants, loader, source.items)
+    by_variant = evaluator.run_variants(variants, loader, source.items)
     assert handle.r == 3
-    assert found["none"].captions == found["0"].captions
-    assert found["none"].losses == found["0"].losses
-    assert found["none"].losses != found["9"].losses
-    assert list(found["9"].captions) == source.names
-    assert found["9"].captions_per_second > 0
-    both = outcomes.pool([found["none"], found["none"]])
-    assert both.loss == found["none"].loss
+    assert by_variant["none"].captions == by_variant["0"].captions
+    assert by_variant["none"].losses == by_variant["0"].losses
+    assert by_variant["none"].losses != by_variant["9"].losses
+    assert list(by_variant["9"].captions) == source.names
+    assert by_variant["9"].captions_per_second > 0
+    both = outcomes.pool([by_variant["none"], by_variant["none"]])
+    assert both.loss == by_variant["none"].loss
 
 
 def test_words_that_captions_do_not_have_are_unknown(model):

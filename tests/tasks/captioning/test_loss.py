@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dtem.tasks.captioning.loss import distill_loss, task_loss, word_losses
+from dtem.tasks.captioning.loss import distill_loss, task_loss, token_losses
 
 
 def case():
@@ -12,23 +12,23 @@ def case():
     return logits, ids, mask
 
 
-def test_every_word_is_judged_by_what_stands_before_it():
+def test_loss_of_a_token_is_its_cross_entropy_given_those_before():
     logits, ids, mask = case()
-    losses, follows = word_losses(logits, ids, mask)
+    losses, present = token_losses(logits, ids, mask)
     total, count = 0.0, 0
     for row in range(2):
         for place in range(1, 4):
             if not mask[row, place]:
                 assert losses[row, place - 1] == 0
                 continue
-            said = logits[row, 3 + place - 1].float().softmax(0)[ids[row, place]].log()
-            assert losses[row, place - 1].item() == pytest.approx(-said.item(), rel=1e-5)
-            total, count = total - said.item(), count + 1
-    assert follows.sum() == count == 5
+            log_probability = logits[row, 3 + place - 1].float().softmax(0)[ids[row, place]].log()
+            assert losses[row, place - 1].item() == pytest.approx(-log_probability.item(), rel=1e-5)
+            total, count = total - log_probability.item(), count + 1
+    assert present.sum() == count == 5
     assert task_loss(logits, ids, mask).item() == pytest.approx(total / count, rel=1e-5)
 
 
-def test_a_model_that_says_the_same_has_nothing_to_learn():
+def test_equal_logits_have_no_distillation_loss():
     logits, _, mask = case()
     longer = torch.cat([torch.randn(2, 4, 5, dtype=torch.float64), logits[:, 3:]], dim=1)
     assert distill_loss(logits, longer, mask).abs() < 1e-6

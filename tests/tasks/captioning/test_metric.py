@@ -22,22 +22,22 @@ def test_scores_are_those_of_the_coco_evaluation(data_dir):
         pytest.skip(f"no Flickr8k in {data_dir}")
     pinned = json.loads((folder / "reference_scores.json").read_text())["scores"]
     items = open_captions(f"{folder / 'captions.json'}#test").items
-    found = metric.score(
+    scores = metric.score(
         {item.name: item.captions[0] for item in items}, {item.name: item.captions[1:] for item in items}
     )
     for name, value in pinned.items():
         ours = name.replace("Bleu_", "BLEU-").replace("ROUGE_L", "ROUGE-L")
-        assert found.corpus[ours] == pytest.approx(100 * value, abs=1e-6), name
+        assert scores.corpus[ours] == pytest.approx(100 * value, abs=1e-6), name
     for name in ("CIDEr", "ROUGE-L"):
-        assert len(found.each[name]) == len(items)
-        assert np.mean(found.each[name]) == pytest.approx(found.corpus[name])
+        assert len(scores.each[name]) == len(items)
+        assert np.mean(scores.each[name]) == pytest.approx(scores.corpus[name])
 
 
 def test_without_java_every_score_says_so(monkeypatch):
     monkeypatch.setattr(metric.shutil, "which", lambda name: None)
-    found = metric.score({"a": "a dog ."}, {"a": ["the dog ."]})
-    assert found.corpus == dict.fromkeys(metric.NAMES, "needs Java")
-    assert found.each == {}
+    scores = metric.score({"a": "a dog ."}, {"a": ["the dog ."]})
+    assert scores.corpus == dict.fromkeys(metric.NAMES, "needs Java")
+    assert scores.each == {}
 
 
 def test_a_java_that_does_not_run_is_none(monkeypatch, tmp_path):
@@ -68,9 +68,9 @@ def test_spice_is_wired(monkeypatch):
     monkeypatch.setattr(metric, "check", dict)
     monkeypatch.setattr(metric, "_tokenized", lambda captions: {name: list(each) for name, each in captions.items()})
     monkeypatch.setattr(metric, "_scorers", lambda missing: [(("SPICE",), Spice())])
-    found = metric.score({"a": "a dog"}, {"a": ["the dog"]})
-    assert found.corpus["SPICE"] == 25.0
-    assert found.each["SPICE"] == [25.0]
+    scores = metric.score({"a": "a dog"}, {"a": ["the dog"]})
+    assert scores.corpus["SPICE"] == 25.0
+    assert scores.each["SPICE"] == [25.0]
 
 
 def test_captions_of_other_images_are_refused():

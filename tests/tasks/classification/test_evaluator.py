@@ -60,20 +60,20 @@ def evaluate(model: nn.Module, photos: Photos, **options: object) -> Outcomes:
 
 def test_outcomes_are_the_models_answers() -> None:
     model, photos = tiny(), Photos()
-    found = evaluate(model, photos)
+    measured = evaluate(model, photos)
     with torch.no_grad():
         logits = model(photos.images)
-    assert found.names == [f"{i}.jpg" for i in range(10)]
-    assert torch.equal(found.labels, photos.labels)
-    assert torch.equal(found.predicted, logits.argsort(1, descending=True)[:, :5])
-    torch.testing.assert_close(found.loss, F.cross_entropy(logits, photos.labels, reduction="none"))
-    assert found.top1 == pytest.approx(100 * (logits.argmax(1) == photos.labels).float().mean().item())
-    assert len(found.predicted[:, 0].unique()) > 1  # the model does tell the images apart
+    assert measured.names == [f"{i}.jpg" for i in range(10)]
+    assert torch.equal(measured.labels, photos.labels)
+    assert torch.equal(measured.predicted, logits.argsort(1, descending=True)[:, :5])
+    torch.testing.assert_close(measured.loss, F.cross_entropy(logits, photos.labels, reduction="none"))
+    assert measured.top1 == pytest.approx(100 * (logits.argmax(1) == photos.labels).float().mean().item())
+    assert len(measured.predicted[:, 0].unique()) > 1  # the model does tell the images apart
 
 
 def test_outcomes_can_be_used_in_training() -> None:
-    found = evaluate(tiny(), Photos())
-    assert not any(tensor.is_inference() for tensor in (found.labels, found.predicted, found.loss))
+    measured = evaluate(tiny(), Photos())
+    assert not any(tensor.is_inference() for tensor in (measured.labels, measured.predicted, measured.loss))
 
 
 def test_one_forward_per_batch_without_gradients() -> None:
@@ -85,23 +85,23 @@ def test_one_forward_per_batch_without_gradients() -> None:
 
 
 def test_fewer_classes_than_five() -> None:
-    found = evaluate(tiny(num_classes=3), Photos(labels=torch.zeros(10).long()))
-    assert found.predicted[:, :3].sort().values.tolist() == [[0, 1, 2]] * 10
-    assert found.predicted[:, 3:].unique().tolist() == [-1]
-    assert found.top5 == 100
+    measured = evaluate(tiny(num_classes=3), Photos(labels=torch.zeros(10).long()))
+    assert measured.predicted[:, :3].sort().values.tolist() == [[0, 1, 2]] * 10
+    assert measured.predicted[:, 3:].unique().tolist() == [-1]
+    assert measured.top5 == 100
 
 
 def test_a_sweep_is_one_evaluation_per_rate_on_batches_read_once() -> None:
     handle, photos = dtem.patch(tiny(), "tome"), Photos()
-    found = sweep(handle, photos, [0, "8", 0.25])
+    outcomes = sweep(handle, photos, [0, "8", 0.25])
     assert photos.read == 10
-    assert list(found) == ["0", "8", "0.25"]
-    for rate, own in zip([0, 8, 0.25], found.values(), strict=True):
+    assert list(outcomes) == ["0", "8", "0.25"]
+    for rate, own in zip([0, 8, 0.25], outcomes.values(), strict=True):
         handle.r = rate
         alone = evaluate(handle.model, Photos())
         assert torch.equal(own.loss, alone.loss)
         assert torch.equal(own.predicted, alone.predicted)
-    assert not torch.equal(found["0"].loss, found["8"].loss)
+    assert not torch.equal(outcomes["0"].loss, outcomes["8"].loss)
 
 
 def test_everything_is_put_back() -> None:
@@ -110,11 +110,11 @@ def test_everything_is_put_back() -> None:
     handle.model.train()
     handle.model.blocks[1].eval()
     modes = [module.training for module in handle.model.modules()]
-    found = sweep(handle, Photos(), [0, 8])
+    outcomes = sweep(handle, Photos(), [0, 8])
     assert [module.training for module in handle.model.modules()] == modes
     assert (handle.r, handle.mode, handle.plan) == (5, "soft", (5, 5, 5))
     fresh = evaluate(dtem.patch(tiny(), r=8).model, Photos())
-    assert torch.equal(found["8"].loss, fresh.loss)  # hard, in eval mode
+    assert torch.equal(outcomes["8"].loss, fresh.loss)  # hard, in eval mode
 
 
 def test_everything_is_put_back_after_an_error() -> None:
@@ -134,9 +134,9 @@ def test_a_budget_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     solved = []
     plain = dtem.Handle._solve
     monkeypatch.setattr(dtem.Handle, "_solve", lambda self, budget: solved.append(budget) or plain(self, budget))
-    found = sweep(handle, Photos(), ["0.002G"])
+    outcomes = sweep(handle, Photos(), ["0.002G"])
     assert len(solved) == 1
-    assert list(found) == ["0.002G"]
+    assert list(outcomes) == ["0.002G"]
 
 
 def test_variants_take_turns_in_coming_first() -> None:
@@ -163,10 +163,10 @@ def test_rates_can_be_called_in_any_order() -> None:
 
 def test_limit_cuts_the_last_batch_and_reads_no_further() -> None:
     photos, told = Photos(n=10, batch=4), []
-    found = evaluate(tiny(), photos, limit=5, progress=told.append)
-    assert (found.names, told, photos.read) == ([f"{i}.jpg" for i in range(5)], [4, 1], 8)
-    whole = evaluate(tiny(), Photos(n=10, batch=4))
-    torch.testing.assert_close(found.loss, whole.loss[:5])
+    measured = evaluate(tiny(), photos, limit=5, progress=told.append)
+    assert (measured.names, told, photos.read) == ([f"{i}.jpg" for i in range(5)], [4, 1], 8)
+    on_all_images = evaluate(tiny(), Photos(n=10, batch=4))
+    torch.testing.assert_close(measured.loss, on_all_images.loss[:5])
     assert len(evaluate(tiny(), Photos(n=10, batch=4), limit=4)) == 4
     assert len(evaluate(tiny(), Photos(n=10, batch=4), limit=99)) == 10
 

@@ -33,19 +33,19 @@ def random_outcomes(n: int, accuracy: float, seed: int) -> Outcomes:
 
 
 def test_counted_by_hand() -> None:
-    found = outcomes("1150", [0.5, 1.0, 1.5, 3.0])
-    assert len(found) == 4
-    assert (found.top1, found.top5, found.mean_loss) == (50, 75, 1.5)
-    assert found.correct.tolist() == [True, True, False, False]
+    measured = outcomes("1150", [0.5, 1.0, 1.5, 3.0])
+    assert len(measured) == 4
+    assert (measured.top1, measured.top5, measured.mean_loss) == (50, 75, 1.5)
+    assert measured.correct.tolist() == [True, True, False, False]
 
 
 def test_saved_and_read_again(tmp_path) -> None:
-    found = outcomes("1150", [0.5, 1.0, 1.5, 3.0], "äbcd")
-    found.save(tmp_path / "a.safetensors")
+    measured = outcomes("1150", [0.5, 1.0, 1.5, 3.0], "äbcd")
+    measured.save(tmp_path / "a.safetensors")
     again = Outcomes.load(tmp_path / "a.safetensors")
-    assert again.names == found.names
+    assert again.names == measured.names
     for name in ("labels", "predicted", "loss"):
-        assert torch.equal(getattr(again, name), getattr(found, name))
+        assert torch.equal(getattr(again, name), getattr(measured, name))
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
@@ -61,7 +61,7 @@ def test_a_failed_save_keeps_what_was_there(tmp_path, monkeypatch: pytest.Monkey
     with pytest.raises(DtemError, match="No space left"):
         outcomes("00").save(path)
     assert path.read_bytes() == before
-    assert [found.name for found in tmp_path.iterdir()] == ["a.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -74,8 +74,8 @@ GOOD = {"format": 1, "names": ["a"]}
 @pytest.mark.parametrize(
     ("tensors", "header", "says"),
     [
-        (whole(), None, "no outcomes"),
-        (whole(), [1], "no outcomes"),
+        (whole(), None, "not a file of outcomes"),
+        (whole(), [1], "not a file of outcomes"),
         (whole(), {**GOOD, "format": 2}, "format 2"),
         (whole(), {"format": 1}, "damaged"),
         (whole(), {"format": 1, "names": [7]}, "damaged"),
@@ -114,7 +114,7 @@ def test_a_missing_file_is_named(tmp_path) -> None:
 
 
 def test_what_cannot_be_outcomes() -> None:
-    with pytest.raises(DtemError, match="'a' is there twice"):
+    with pytest.raises(DtemError, match="'a' occurs more than once"):
         outcomes("10", names="aa")
     with pytest.raises(DtemError, match="no outcomes"):
         Outcomes([], torch.zeros(0).long(), torch.zeros(0, 5).long(), torch.zeros(0))
@@ -124,25 +124,25 @@ def test_what_cannot_be_outcomes() -> None:
 
 def test_paired_by_hand() -> None:
     # per image b - a: +1, 0, -1, +1 points; mean 25, sample variance (0.75² + 0.25² + 1.25² + 0.75²)/3 = 0.91667
-    found = paired(outcomes("0110", [1.0, 1.0, 1.0, 2.0]), outcomes("1101", [0.5, 1.0, 1.5, 1.0]))
-    assert (found.n, found.only_a, found.only_b) == (4, 1, 2)
-    assert found.top1.value == 25
+    pair = paired(outcomes("0110", [1.0, 1.0, 1.0, 2.0]), outcomes("1101", [0.5, 1.0, 1.5, 1.0]))
+    assert (pair.n, pair.only_a, pair.only_b) == (4, 1, 2)
+    assert pair.top1.value == 25
     half = 1.959964 * 100 * math.sqrt(11 / 12) / 2
-    assert found.top1.low == pytest.approx(25 - half, abs=1e-3)
-    assert found.top1.high == pytest.approx(25 + half, abs=1e-3)
+    assert pair.top1.low == pytest.approx(25 - half, abs=1e-3)
+    assert pair.top1.high == pytest.approx(25 + half, abs=1e-3)
     # cross-entropy: -0.5, 0, 0.5, -1: mean -0.25, sample variance (0.0625 + 0.0625 + 0.5625 + 0.5625)/3
-    assert found.loss.value == pytest.approx(-0.25)
-    assert found.loss.high - found.loss.value == pytest.approx(1.959964 * math.sqrt(1.25 / 3) / 2, abs=1e-6)
-    assert found.p == 1
+    assert pair.loss.value == pytest.approx(-0.25)
+    assert pair.loss.high - pair.loss.value == pytest.approx(1.959964 * math.sqrt(1.25 / 3) / 2, abs=1e-6)
+    assert pair.p == 1
 
 
 def test_pairs_by_name_whatever_the_order_and_on_common_images_only() -> None:
     a = outcomes("110x"[:3] + "1", [1.0, 2.0, 3.0, 9.0], "abcx")
     b = outcomes("0101", [7.0, 3.5, 2.0, 1.0], "ycba")
-    found = paired(a, b)  # a: 1, 2, 3 on a b c; b: 1, 2, 3.5 on them; right: a 1 1 0, b 1 0 1
-    assert (found.n, found.only_a, found.only_b) == (3, 1, 1)
-    assert found.top1.value == 0
-    assert found.loss.value == pytest.approx(0.5 / 3)
+    pair = paired(a, b)  # a: 1, 2, 3 on a b c; b: 1, 2, 3.5 on them; right: a 1 1 0, b 1 0 1
+    assert (pair.n, pair.only_a, pair.only_b) == (3, 1, 1)
+    assert pair.top1.value == 0
+    assert pair.loss.value == pytest.approx(0.5 / 3)
 
 
 def test_swapping_turns_the_sign() -> None:
@@ -156,8 +156,8 @@ def test_swapping_turns_the_sign() -> None:
 
 def test_a_model_does_not_differ_from_itself() -> None:
     a = random_outcomes(50, 0.7, 1)
-    found = paired(a, a)
-    assert (found.top1.value, found.top1.low, found.top1.high, found.loss.value, found.p) == (0, 0, 0, 0, 1)
+    pair = paired(a, a)
+    assert (pair.top1.value, pair.top1.low, pair.top1.high, pair.loss.value, pair.p) == (0, 0, 0, 0, 1)
 
 
 def test_what_cannot_be_paired() -> None:
@@ -173,13 +173,13 @@ def test_what_cannot_be_paired() -> None:
 
 def test_the_interval_is_that_of_a_bootstrap() -> None:
     a, b = random_outcomes(1000, 0.70, 1), random_outcomes(1000, 0.75, 2)
-    found = paired(a, b)
+    pair = paired(a, b)
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(1000, (4000, 1000), generator=generator)
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     for interval, each in (
-        (found.top1, 100 * (b.correct.double() - a.correct.double())),
-        (found.loss, b.loss.double() - a.loss.double()),
+        (pair.top1, 100 * (b.correct.double() - a.correct.double())),
+        (pair.loss, b.loss.double() - a.loss.double()),
     ):
         low, high = each[picks].mean(1).quantile(ends).tolist()
         width = high - low
@@ -188,13 +188,13 @@ def test_the_interval_is_that_of_a_bootstrap() -> None:
 
 
 def test_pooled_folds() -> None:
-    found = pool([outcomes("10", [1.0, 2.0], "ab"), outcomes("115", [0.5, 0.5, 1.0], "cde")])
-    assert found.names == list("abcde")
-    assert (found.top1, found.top5, found.mean_loss) == pytest.approx((60, 80, 1))
+    pooled = pool([outcomes("10", [1.0, 2.0], "ab"), outcomes("115", [0.5, 0.5, 1.0], "cde")])
+    assert pooled.names == list("abcde")
+    assert (pooled.top1, pooled.top5, pooled.mean_loss) == pytest.approx((60, 80, 1))
 
 
 def test_what_cannot_be_pooled() -> None:
-    with pytest.raises(DtemError, match="'b' is there twice"):
+    with pytest.raises(DtemError, match="'b' occurs more than once"):
         pool([outcomes("10", names="ab"), outcomes("10", names="bc")])
     with pytest.raises(DtemError, match="no outcomes to pool"):
         pool([])

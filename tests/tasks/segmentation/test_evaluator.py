@@ -43,12 +43,12 @@ def run(
 
 def test_a_perfect_one_and_a_lazy_one(tmp_path: Path) -> None:
     seen: list[int] = []
-    found = run(pairs(tmp_path), {"right": by_colour, "lazy": always_road}, progress=seen.append)
+    outcomes = run(pairs(tmp_path), {"right": by_colour, "lazy": always_road}, progress=seen.append)
     assert sum(seen) == 6
-    assert found["right"].miou == pytest.approx(100.0)
-    assert found["lazy"].iou[0] == found["lazy"].iou[2] == 0
-    road, rest = found["lazy"].target[:, 1].sum().item(), found["lazy"].target.sum().item()
-    assert found["lazy"].iou[1].item() == pytest.approx(100 * road / rest)
+    assert outcomes["right"].miou == pytest.approx(100.0)
+    assert outcomes["lazy"].iou[0] == outcomes["lazy"].iou[2] == 0
+    road, rest = outcomes["lazy"].target[:, 1].sum().item(), outcomes["lazy"].target.sum().item()
+    assert outcomes["lazy"].iou[1].item() == pytest.approx(100 * road / rest)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_windows_are_seen_alone() -> None:
         return images.mean((2, 3), keepdim=True).expand(-1, -1, *images.shape[2:])
 
     images = torch.rand(1, 2, 20, 30)
-    found = Inference(window=(20, 20), stride=(20, 10))(forward, images)
+    logits = Inference(window=(20, 20), stride=(20, 10))(forward, images)
     assert sizes == [(20, 20)] * 2
     left, right = (images[..., part].mean((2, 3)) for part in (slice(0, 20), slice(10, 30)))
-    torch.testing.assert_close(found[..., 0, 0], left)
-    torch.testing.assert_close(found[..., 0, 29], right)
-    torch.testing.assert_close(found[..., 0, 15], (left + right) / 2)
+    torch.testing.assert_close(logits[..., 0, 0], left)
+    torch.testing.assert_close(logits[..., 0, 29], right)
+    torch.testing.assert_close(logits[..., 0, 15], (left + right) / 2)
 
 
 def test_short_side_is_undone() -> None:
@@ -110,19 +110,19 @@ def test_an_interrupted_evaluation_goes_on(tmp_path: Path, monkeypatch) -> None:
             raise KeyboardInterrupt
         return by_colour(images)
 
-    kept = evaluator.OutcomeStore(out, "x", ["a", "b"])
+    store = evaluator.OutcomeStore(out, "x", ["a", "b"])
     with pytest.raises(KeyboardInterrupt):
-        run(source, {"a": fragile, "b": always_road}, save=kept.save)
+        run(source, {"a": fragile, "b": always_road}, save=store.save)
     again = evaluator.OutcomeStore(out, "x", ["a", "b"])
     assert again.done == {"a.png", "b.png", "c.png"}
     left = evaluator.remaining_images(source, again.done)
     assert left is not None
-    found = again.save(run(source, {"a": by_colour, "b": always_road}, left))
-    whole = run(source, {"a": by_colour, "b": always_road})
-    for name in whole:
-        assert found[name].names == whole[name].names
-        assert torch.equal(found[name].intersection, whole[name].intersection)
-        assert torch.equal(found[name].predicted, whole[name].predicted)
+    stored = again.save(run(source, {"a": by_colour, "b": always_road}, left))
+    uninterrupted = run(source, {"a": by_colour, "b": always_road})
+    for name in uninterrupted:
+        assert stored[name].names == uninterrupted[name].names
+        assert torch.equal(stored[name].intersection, uninterrupted[name].intersection)
+        assert torch.equal(stored[name].predicted, uninterrupted[name].predicted)
     done = evaluator.OutcomeStore(out, "x", ["a", "b"])
     assert evaluator.remaining_images(source, done.done) is None
     with pytest.raises(DtemError, match="evaluation of something else"):

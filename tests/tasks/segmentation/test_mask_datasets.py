@@ -13,13 +13,13 @@ from tasks.segmentation.scenes import CLASSES, COLOURS, NAMES, folder, scene, wr
 
 
 def masks_of(source: Pairs) -> list[np.ndarray]:
-    found = []
+    masks = []
     for index in range(source.length or 0):
         pair = source.read(index).image
         pair.load()
         assert pair.image.mode == "RGB"
-        found.append(source.classes.read(pair.mask, pair.mask_path.name))
-    return found
+        masks.append(source.classes.read(pair.mask, pair.mask_path.name))
+    return masks
 
 
 def truth(seed: int) -> np.ndarray:
@@ -121,12 +121,12 @@ def test_specs_that_cannot_be(tmp_path: Path, spec: str, said: str) -> None:
 def test_missing_pairs_and_empty_folders(tmp_path: Path) -> None:
     root = folder(tmp_path / "set")
     (root / "masks" / "c.png").unlink()
-    with pytest.raises(DtemError, match=r"masks lacks 'c', of which there is the image"):
+    with pytest.raises(DtemError, match=r"masks has no 'c', but there is the image"):
         open_pairs(str(root))
     (root / "images" / "c.png").unlink()
     (root / "images" / "a.png").unlink()
     (root / "images" / "b.png").unlink()
-    with pytest.raises(DtemError, match=r"images lacks 'a' and 1 more, of which there is the mask"):
+    with pytest.raises(DtemError, match=r"images has no 'a' and 1 more, but there is the mask"):
         open_pairs(str(root))
     for file in (root / "images").iterdir():
         file.unlink()
@@ -140,16 +140,16 @@ def test_missing_pairs_and_empty_folders(tmp_path: Path) -> None:
 def test_a_class_outside_the_list_is_named(tmp_path: Path) -> None:
     path = tmp_path / "classes.yaml"
     path.write_text(CLASSES)
-    found = classes.from_yaml(path)
+    loaded = classes.from_yaml(path)
     values = Image.fromarray(np.array([[0, 1], [7, 255]], np.uint8))
     with pytest.raises(DtemError, match=r"x.png has the value 7, .* 3 classes \(0 to 2\), nor one to ignore \(255\)"):
-        found.read(values, "x.png")
+        loaded.read(values, "x.png")
     colours = Image.fromarray(np.array([[[10, 20, 200], [1, 2, 3]]], np.uint8))
     with pytest.raises(DtemError, match=r"colour \(1, 2, 3\)"):
-        found.read(colours, "x.png")
+        loaded.read(colours, "x.png")
     with pytest.raises(DtemError, match="in colours, and the classes have none"):
         classes.camvid().read(colours, "x.png")
-    assert np.array_equal(found.read(Image.fromarray(COLOURS[None]), ""), [[0, 1, 2, -1]])
+    assert np.array_equal(loaded.read(Image.fromarray(COLOURS[None]), ""), [[0, 1, 2, -1]])
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_a_class_outside_the_list_is_named(tmp_path: Path) -> None:
         ("[1, 2]", "list under classes"),
         ("classes: []", "list under classes"),
         ("classes: [{color: [1, 2, 3]}]", "class 0"),
-        ("classes: [{name: a, color: [1, 2, 300]}]", "no colour"),
-        ("classes: [{name: a, value: -1}]", "no value"),
+        ("classes: [{name: a, color: [1, 2, 300]}]", "not a colour"),
+        ("classes: [{name: a, value: -1}]", "not a value"),
         ("classes: [a, a]", "name a is there twice"),
         ("classes: [a, {name: b, value: 0}]", "value 0 is there twice"),
         ("classes: [a, b]\nignore: 1", "value 1 is there twice"),

@@ -46,9 +46,9 @@ def test_image_and_mask_go_together(root: Path) -> None:
         images, masks = split(batch.images)
         assert images.shape[2:] == masks.shape[1:] == (24, 32)
         distance = torch.cdist((255 * images).movedim(1, -1).reshape(-1, 3), torch.from_numpy(COLOURS[:3]).float())
-        said, truth = distance.argmin(1), masks.reshape(-1)
+        nearest, truth = distance.argmin(1), masks.reshape(-1)
         here = (truth >= 0) & (images.movedim(1, -1).reshape(-1, 3).sum(1) > 0)
-        agreed.append((said == truth)[here].float().mean().item())
+        agreed.append((nearest == truth)[here].float().mean().item())
         scales |= {int((mask == 2).sum()) for mask in masks}
     assert min(agreed) > 0.85  # resizing blurs borders
     assert len(scales) > 3, "of different sizes"

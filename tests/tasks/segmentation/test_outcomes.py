@@ -23,16 +23,16 @@ def random(
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randint(-1, 4, (images, 12, 15), generator=generator)
     off = torch.rand(truth.shape, generator=generator) < wrong
-    said = torch.where(off, torch.randint(0, 4, truth.shape, generator=generator), truth.clamp(min=0))
-    parts = [count_pixels(one, mask, K) for one, mask in zip(said, truth, strict=True)]
+    predicted = torch.where(off, torch.randint(0, 4, truth.shape, generator=generator), truth.clamp(min=0))
+    parts = [count_pixels(one, mask, K) for one, mask in zip(predicted, truth, strict=True)]
     names = [f"{index}.png" for index in range(images)]
-    return SegmentationOutcomes(names, *map(torch.stack, zip(*parts, strict=True))), said, truth
+    return SegmentationOutcomes(names, *map(torch.stack, zip(*parts, strict=True))), predicted, truth
 
 
 def test_counts_by_hand() -> None:
-    said = torch.tensor([[0, 1, 1], [2, 2, 0]])
+    classes = torch.tensor([[0, 1, 1], [2, 2, 0]])
     truth = torch.tensor([[0, 1, 0], [2, -1, -1]])
-    hit, predicted, real = count_pixels(said, truth, 4)
+    hit, predicted, real = count_pixels(classes, truth, 4)
     assert hit.tolist() == [1, 1, 1, 0]
     assert predicted.tolist() == [1, 2, 1, 0], "only where there is a class"
     assert real.tolist() == [2, 1, 1, 0]
@@ -45,11 +45,11 @@ def test_counts_by_hand() -> None:
 
 
 def test_against_torchmetrics() -> None:
-    areas, said, truth = random()
+    areas, predicted, truth = random()
     jaccard = MulticlassJaccardIndex(K, ignore_index=-1, average="macro")
     by_class = MulticlassJaccardIndex(K, ignore_index=-1, average="none")
     right = MulticlassAccuracy(K, ignore_index=-1, average="micro")
-    for one, mask in zip(said, truth, strict=True):
+    for one, mask in zip(predicted, truth, strict=True):
         for metric in (jaccard, by_class, right):
             metric.update(one[None], mask[None])
     assert areas.miou == pytest.approx(100 * jaccard.compute().item(), rel=1e-5)
@@ -59,19 +59,21 @@ def test_against_torchmetrics() -> None:
 
 def test_bootstrap_by_a_loop() -> None:
     first, second = random(12, 0.4)[0], random(12, 0.2)[0]
-    found = paired(first, second, draws=4000, seed=3)
-    assert found.value == pytest.approx(second.miou - first.miou)
-    assert found.low < found.value < found.high
+    differences = paired(first, second, draws=4000, seed=3)
+    assert differences.value == pytest.approx(second.miou - first.miou)
+    assert differences.low < differences.value < differences.high
 
     def miou(areas: SegmentationOutcomes, drawn: np.ndarray) -> float:
-        hit, said, truth = (part.numpy()[drawn].sum(0) for part in (areas.intersection, areas.predicted, areas.target))
-        union = said + truth - hit
+        hit, predicted, truth = (
+            part.numpy()[drawn].sum(0) for part in (areas.intersection, areas.predicted, areas.target)
+        )
+        union = predicted + truth - hit
         return 100 * float(np.mean(hit[union > 0] / union[union > 0]))
 
     draws = np.random.default_rng(0).integers(0, 12, (4000, 12))
     low, high = np.percentile([miou(second, d) - miou(first, d) for d in draws], [2.5, 97.5])
-    assert found.low == pytest.approx(low, abs=0.4)
-    assert found.high == pytest.approx(high, abs=0.4)
+    assert differences.low == pytest.approx(low, abs=0.4)
+    assert differences.high == pytest.approx(high, abs=0.4)
 
 
 def test_bootstrap_of_several_runs_is_of_their_mean() -> None:
@@ -112,7 +114,7 @@ def test_joining() -> None:
         for i, name in enumerate(areas.names)
     ]
     assert pool(parts).miou == areas.miou
-    with pytest.raises(DtemError, match="is there twice"):
+    with pytest.raises(DtemError, match="occurs more than once"):
         pool([areas, areas])
 
 

@@ -1,1 +1,1 @@
-"""Image captioning: `data` (images with captions), `words` (a tokenizer of one's own), `loss`, `metric`, `generate`."""
+"""Image captioning: datasets, loss, metrics, generation, evaluation."""

@@ -61,7 +61,7 @@ def open_captions(spec: str) -> Captions:
         raise DtemError(f"{spec}: {sorted(unknown)[0]!r} is not known after the question mark; write ?images=DIR")
     path = Path(file)
     if not path.is_file():
-        raise DtemError(f"{file or spec!r} is no file of captions; give a Karpathy .json, a .jsonl, or a token .txt")
+        raise DtemError(f"{file or spec!r} is not a file of captions; give a Karpathy .json, a .jsonl, or a token .txt")
     items = _one_per_image(_read(path), path)
     if split:
         known = sorted({item.split for item in items if item.split is not None})
@@ -119,7 +119,7 @@ def _item(entry: dict[str, Any]) -> Item:
     else:
         captions = [entry["caption"]]
     if not all(isinstance(caption, str) and caption.strip() for caption in captions) or not captions:
-        raise TypeError(f"{name} has captions that are no text: {captions!r:.80}")
+        raise TypeError(f"{name} has captions that are not text: {captions!r:.80}")
     return Item(str(Path(entry.get("filepath", ""), name)), tuple(map(str.strip, captions)), entry.get("split"))
 
 

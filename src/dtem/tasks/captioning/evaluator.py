@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dtem.tasks.captioning.captions import Item
 from dtem.tasks.captioning.generation_config import GenerationConfig
-from dtem.tasks.captioning.loss import word_losses
+from dtem.tasks.captioning.loss import token_losses
 from dtem.tasks.captioning.outcomes import CaptionOutcomes, pool
 from dtem.tasks.running import run_in_turns, synchronised_time
 
@@ -64,14 +64,14 @@ def caption_losses(
     most = max(len(item.captions) for item in items)
     texts = [item.captions[index % len(item.captions)] for index in range(most) for item in items]
     ids, mask = tokenize(model.tokenizer, texts, max_tokens, images.device)
-    losses, follows = word_losses(model(input_ids=ids, attention_mask=mask, pixel_values=images).logits, ids, mask)
+    losses, present = token_losses(model(input_ids=ids, attention_mask=mask, pixel_values=images).logits, ids, mask)
     counted = torch.tensor(
         [index < len(item.captions) for index in range(most) for item in items], device=images.device
     )
-    sums, words = (
-        (part.sum(dim=1) * counted).double().view(most, len(items)).sum(dim=0).tolist() for part in (losses, follows)
+    loss_sums, token_counts = (
+        (part.sum(dim=1) * counted).double().view(most, len(items)).sum(dim=0).tolist() for part in (losses, present)
     )
-    return sums, [round(count) for count in words]
+    return loss_sums, [round(count) for count in token_counts]
 
 
 def captioner(model: Any, num_beams: int = NUM_BEAMS, max_new_tokens: int = MAX_NEW_TOKENS) -> Captioner:
@@ -81,12 +81,12 @@ def captioner(model: Any, num_beams: int = NUM_BEAMS, max_new_tokens: int = MAX_
         start = synchronised_time(images)
         captions = generate_captions(model, images, num_beams, max_new_tokens)
         turn = (len(items), synchronised_time(images) - start)
-        losses, words = caption_losses(model, images, items, max_new_tokens)
+        losses, token_counts = caption_losses(model, images, items, max_new_tokens)
         names = [item.name for item in items]
         return CaptionOutcomes(
             dict(zip(names, captions, strict=True)),
             dict(zip(names, losses, strict=True)),
-            dict(zip(names, words, strict=True)),
+            dict(zip(names, token_counts, strict=True)),
             turns=[turn],
         )
 

@@ -29,7 +29,7 @@ class Caption(NamedTuple):
     caption: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CaptionReport(Report):
     """Outcome of `caption`."""
 
@@ -71,7 +71,7 @@ def caption(
     handle = model if isinstance(model, Handle) else Handle(model)
     captioner: Any = handle.model
     if task_of(captioner) != "captioning" or not hasattr(captioner, "tokenizer"):
-        raise DtemError(f"{handle.host.name} is no captioner with a tokenizer; try microsoft/git-base-coco")
+        raise DtemError(f"{handle.host.name} is not a captioner with a tokenizer; try microsoft/git-base-coco")
     check_generation(captioner, num_beams, max_new_tokens)
     names = [str(image) if isinstance(image, str | os.PathLike) else f"image {i}" for i, image in enumerate(images)]
     opened = [open_image(image) for image in images]

@@ -7,7 +7,7 @@ from torch import Tensor
 from dtem.tasks.classification import loss as classification_loss
 
 
-def word_losses(
+def token_losses(
     logits: Float[Tensor, "b n v"], ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]
 ) -> tuple[Float[Tensor, "b s"], Float[Tensor, "b s"]]:
     """Cross-entropy of every token but the first, and 1 where there is a token (0 for padding): s = t − 1.
@@ -21,7 +21,7 @@ def word_losses(
 
 def task_loss(logits: Float[Tensor, "b n v"], ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
     """Mean cross-entropy over all tokens of the batch, as GIT's own loss."""
-    losses, present = word_losses(logits, ids, mask)
+    losses, present = token_losses(logits, ids, mask)
     return losses.sum() / present.sum().clamp(min=1)
 
 

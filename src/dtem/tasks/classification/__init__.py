@@ -1,1 +1,1 @@
-"""Image classification: where images come from, how they are batched and augmented, how answers are scored."""
+"""Image classification: loss, evaluation, per-image outcomes."""

@@ -65,8 +65,8 @@ class Classes:
             value = int(pixels[outside][0])
             raise DtemError(
                 f"the mask {name} has the value {value}, which is none of the {len(self)} classes "
-                f"({_ranges(self.values)}), nor one to ignore ({_ranges(self.ignore) or 'there is none'}): mend the "
-                "mask or the list of classes"
+                f"({_ranges(self.values)}), nor one to ignore ({_ranges(self.ignore) or 'there is none'}): correct "
+                "the mask or the list of classes"
             )
         return classes
 
@@ -160,13 +160,13 @@ def from_yaml(path: Path) -> Classes:
 
 def _value(value: object, path: Path) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 65536:
-        raise DtemError(f"{path}: {value!r} is no value of a mask; give a whole number from 0 on")
+        raise DtemError(f"{path}: {value!r} is not a value of a mask; give a whole number from 0 on")
     return value
 
 
 def _colour(value: object, path: Path) -> Colour:
     if not isinstance(value, list) or len(value) != 3 or not all(isinstance(v, int) and 0 <= v < 256 for v in value):
-        raise DtemError(f"{path}: {value!r} is no colour; write three numbers from 0 to 255")
+        raise DtemError(f"{path}: {value!r} is not a colour; write three numbers from 0 to 255")
     return value[0], value[1], value[2]
 
 

@@ -24,7 +24,7 @@ class Inference:
 
     def __post_init__(self) -> None:
         if self.stride is not None and self.window is None:
-            raise DtemError(f"stride = {_size(self.stride)} goes with a window: give both")
+            raise DtemError(f"stride = {_size(self.stride)} requires a window: give both")
         sides = (*(self.window or ()), *(self.stride or ()))
         if self.short_side < 0 or any(side < 1 for side in sides):
             raise DtemError(f"sizes must be positive: {self}")

@@ -132,7 +132,7 @@ def _match(images: Path, masks: Path, names: list[str] | None) -> list[tuple[Pat
         if missing := [name for name in wanted if name not in stems[what]]:
             more = f" and {len(missing) - 1} more" * (len(missing) > 1)
             raise DtemError(
-                f"{folder} lacks {missing[0]!r}{more}, of which there is the {other}; every image needs its mask"
+                f"{folder} has no {missing[0]!r}{more}, but there is the {other} of that name; every image needs a mask"
             )
     return [(stems["images"][name], stems["masks"][name]) for name in wanted]
 

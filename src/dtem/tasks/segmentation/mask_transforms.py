@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dtem.data.preprocessing import pixel_statistics
 from dtem.errors import DtemError
 from dtem.tasks.segmentation.classes import IGNORE, Classes
 from dtem.tasks.segmentation.crop_config import CropConfig
@@ -45,7 +46,7 @@ class _Chain:
     def __init__(self, classes: Classes, steps: list[Any], config: Mapping[str, Any]) -> None:
         self.classes = classes
         self.steps = steps
-        self.mean, self.std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+        self.mean, self.std = pixel_statistics(config)
 
     def __call__(self, pair: Pair) -> Tensor:
         v2, tv_tensors = _torchvision()

@@ -132,7 +132,7 @@ def public_name(spec: str) -> str:
 def left_out_notes(left_out: int, labels: Sequence[str], unreadable: int) -> list[str]:
     """Lines about images that no variant was run on; none where there are none."""
     notes = {
-        f"left out: {unreadable} files that cannot be read, see --json": unreadable,
-        f"left out for all: {left_out} images that {', '.join(labels)} had been trained on": left_out,
+        f"{unreadable} files that cannot be read were excluded, see --json": unreadable,
+        f"{left_out} training images of {', '.join(labels)} excluded for every variant": left_out,
     }
     return [note for note, count in notes.items() if count]

@@ -4,23 +4,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dtem.visualise import report
+from dtem.visualise import html_page
 
 
 def test_a_page_has_its_parts_in_order() -> None:
-    page = report.Page("a < b")
+    page = html_page.Page("a < b")
     page.heading("One & only")
     page.text("first", "<second>")
     page.table(["name", "x"], [["a", "1"], ["<b>", "2"]])
     page.facts({"seed": "0"})
-    found = [text.strip() for text in ElementTree.fromstring(page.html()).itertext() if text.strip()]
-    start = found.index("One & only")
-    assert found[start:] == ["One & only", "first", "<second>", "name", "x", "a", "1", "<b>", "2", "seed", "0"]
-    assert found[0] == "a < b"
+    texts = [text.strip() for text in ElementTree.fromstring(page.html()).itertext() if text.strip()]
+    start = texts.index("One & only")
+    assert texts[start:] == ["One & only", "first", "<second>", "name", "x", "a", "1", "<b>", "2", "seed", "0"]
+    assert texts[0] == "a < b"
 
 
 def test_figures_lose_what_names_other_places() -> None:
-    page = report.Page("t")
+    page = html_page.Page("t")
     page.figure(
         '<?xml version="1.0"?><!DOCTYPE svg PUBLIC "x" "http://www.w3.org/dtd">\n'
         '<svg viewBox="0 0 1 1"><metadata><a href="https://example.org"/>\n</metadata><path d="M0 0"/></svg>',
@@ -36,4 +36,4 @@ def test_figures_lose_what_names_other_places() -> None:
 
 def test_something_else_than_svg_is_refused() -> None:
     with pytest.raises(ValueError):
-        report.Page("t").figure("no picture", "caption")
+        html_page.Page("t").figure("no picture", "caption")

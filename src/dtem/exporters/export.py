@@ -34,7 +34,7 @@ Batches = list[tuple[Tensor, Tensor | None]]
 """Images with their labels, where there are any."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExportReport(Report):
     """Outcome of `dtem.export`."""
 
@@ -120,7 +120,7 @@ def export(
 
     Examples:
         >>> handle = dtem.patch(model, r=13)
-        >>> dtem.export(handle, "deit_s_r13.onnx", data="photos")  # doctest: +SKIP
+        >>> dtem.export(handle, "deit_s_r13.pt2", data="photos")
     """
     handle = model if isinstance(model, Handle) else Handle(model)
     path, format = Path(path), check_format(path, format, int8)
@@ -176,13 +176,13 @@ def check_format(path: str | os.PathLike[str], format: str | None = None, int8: 
     if format is None:
         format = {suffix: name for name, suffix in FORMATS.items()}.get(path.suffix)
         if format is None:
-            raise DtemError(f"{path.name} names no format; let it end in {', '.join(FORMATS.values())}")
+            raise DtemError(f"{path.name}: the format is not known; the name must end in {', '.join(FORMATS.values())}")
     if format not in FORMATS:
         raise DtemError(f"format = {format!r} is not known; choose {', '.join(FORMATS)}")
     if path.suffix != FORMATS[format]:
         raise DtemError(f"{path.name}: the name of a file of format {format} must end in {FORMATS[format]}")
     if int8 and format != "onnx":
-        raise DtemError(f"int8 goes with format onnx, not with {format}")
+        raise DtemError(f"int8 requires format onnx, not {format}")
     if not path.parent.is_dir():
         raise DtemError(f"{path} cannot be written: there is no folder {path.parent}")
     for package in PACKAGES[format]:
