@@ -262,3 +262,22 @@ def test_deit_small_at_its_own_size(r: int, tmp_path, capsys) -> None:
             whole = document["bytes"]
     assert document["bytes"] < 0.4 * whole
     assert "MatMulInteger" in document["operators"]
+
+
+def test_norms_of_an_adapter_become_weights(tmp_path: Path) -> None:
+    """The file has the operators of one without them, and computes what the patched model does."""
+    reports = {}
+    for norms in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model("test_vit", num_classes=5).eval()
+        handle = dtem.patch(model, "tome", r=9, norms=norms, biases=norms)
+        if norms:
+            before = {name: part.clone() for name, part in model.state_dict().items()}
+            with torch.no_grad():
+                for parameter in handle.method.affine.parameters():
+                    parameter.normal_(0.0, 0.3)
+        reports[norms] = dtem.export(handle, tmp_path / f"{norms}.onnx")
+    assert reports[True].operators == reports[False].operators
+    assert reports[True].agreement.largest < 1e-3
+    assert handle.method.affine is not None
+    assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())

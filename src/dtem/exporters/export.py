@@ -1,6 +1,7 @@
 """`dtem.export`: trace, write a temporary file, check it against PyTorch, and only then give it its name."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from dtem.data.preprocessing import resolve_data_config
 from dtem.errors import DtemError, require
 from dtem.exporters import check, onnx, openvino, program
 from dtem.handle import Handle
+from dtem.integrations import affine
 from dtem.tables import Report, Table
 from dtem.tasks.running import eval_mode, sample
 
@@ -130,8 +132,9 @@ def export(
     metadata = _metadata(handle, labels, notes or {})
     batches = _batches(handle, data, limit, int8)
     with _temporary(path) as draft, eval_mode(handle.model):
-        with _logits_only(handle), contextlib.nullcontext() if format == "torch" else ops.fused_merge_op():
-            traced = program.trace(handle.model, handle.host.image)
+        merged = _with_merged_norms(handle)
+        with _logits_only(merged), contextlib.nullcontext() if format == "torch" else ops.fused_merge_op():
+            traced = program.trace(merged.model, handle.host.image)
         operators: dict[str, int] = {}
         if format == "torch":
             program.save(traced, draft, json.dumps(metadata))
@@ -168,6 +171,15 @@ def export(
         operators=operators,
         metadata=metadata,
     )
+
+
+def _with_merged_norms(handle: Handle) -> Handle:
+    """The adapter's norms and biases written into those of a copy of the host; the handle itself without any."""
+    if handle.method.affine is None:
+        return handle
+    model = copy.deepcopy(handle.model)
+    affine.merge_into_host(model)
+    return Handle(model)
 
 
 def check_format(path: str | os.PathLike[str], format: str | None = None, int8: bool = False) -> str:

@@ -133,5 +133,5 @@ def merge_into_host(model: Any) -> None:
     model.dtem.method.affine = None
     for module, name, value in values:
         own = module._parameters.get(name)
-        if own is not None and value is not None:
+        if own is not None and value is not None and value is not own:
             module.register_parameter(name, nn.Parameter(value.detach().clone(), requires_grad=own.requires_grad))
