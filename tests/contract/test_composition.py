@@ -15,6 +15,7 @@ import dtem
 from dtem import integrations
 from dtem.errors import DtemError
 from dtem.integrations import cpu_workspace
+from dtem.models.segmenter import MaskDecoder, Segmenter
 
 pytestmark = pytest.mark.contract
 
@@ -31,7 +32,7 @@ def perturbed(model: nn.Module) -> nn.Module:
 def timm_vit(**options: object) -> nn.Module:
     torch.manual_seed(0)
     tiny = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 7}
-    return perturbed(timm.create_model("vit_tiny_patch16_224", **tiny, **options))
+    return perturbed(timm.create_model("vit_tiny_patch16_224", **{**tiny, **options}))
 
 
 def hf_vit() -> nn.Module:
@@ -42,7 +43,20 @@ def hf_vit() -> nn.Module:
     return perturbed(transformers.ViTForImageClassification(config))
 
 
-HOSTS = {"timm": timm_vit, "transformers": hf_vit}
+def hf_clip() -> nn.Module:
+    torch.manual_seed(0)
+    tiny = {"image_size": 64, "patch_size": 8, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.CLIPVisionConfig(**tiny, intermediate_size=128, projection_dim=7)
+    return perturbed(transformers.CLIPVisionModelWithProjection(config))
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(0)
+    encoder = timm_vit(num_classes=0)
+    return perturbed(Segmenter(encoder, MaskDecoder(64, 5, depth=1, heads=2)))
+
+
+HOSTS = {"timm": timm_vit, "transformers": hf_vit, "CLIP": hf_clip}
 METHODS = ("tome", "dtem")
 
 
@@ -52,7 +66,9 @@ def images(batch: int = 4) -> Tensor:
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
-    return (out if isinstance(out, Tensor) else out.logits).float()
+    if not isinstance(out, Tensor):
+        out = out.logits if "logits" in out else out.image_embeds
+    return out.float()
 
 
 def torchao(name: str) -> Callable[[nn.Module], nn.Module]:
@@ -64,10 +80,13 @@ def torchao(name: str) -> Callable[[nn.Module], nn.Module]:
     return apply
 
 
+ADAPTED = ("qkv", "q_proj", "v_proj", "out_proj", "o_proj", "fc1", "fc2")
+
+
 def lora(dora: bool) -> Callable[[nn.Module], nn.Module]:
     def apply(model: nn.Module) -> nn.Module:
         peft = pytest.importorskip("peft", reason="peft is not installed")
-        names = ["qkv"] if hasattr(model, "blocks") else ["q_proj", "v_proj"]
+        names = [part for part in ADAPTED if any(name.endswith(part) for name, _ in model.named_modules())]
         torch.manual_seed(3)
         config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False, use_dora=dora)
         return peft.get_peft_model(model, config).eval()
@@ -152,15 +171,40 @@ def test_in_either_order(host: str, method: str, tool: str, order: str) -> None:
     torch.testing.assert_close(logits(wrapped, x).detach(), merged, rtol=1e-4, atol=1e-4)
 
 
+LAYERS = {
+    "timm": [
+        "attn.qkv",
+        "attn.proj",
+        "attn.proj_drop",
+        "ls1",
+        "norm2",
+        "mlp",
+        "mlp.act",
+        "mlp.fc1",
+        "mlp.fc2",
+        "drop_path2",
+    ],
+    "Segmenter": ["attn.proj", "mlp", "mlp.act", "mlp.fc1", "mlp.drop1"],
+    "transformers": ["attention.o_proj", "mlp", "mlp.activation_fn"],
+    "CLIP": ["self_attn.out_proj", "mlp", "mlp.activation_fn", "mlp.fc1", "mlp.fc2"],
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_layer_with_another_forward_is_called(method: str) -> None:
+@pytest.mark.parametrize(("host", "layer"), [(host, layer) for host, layers in LAYERS.items() for layer in layers])
+def test_a_layer_with_another_forward_is_called(host: str, layer: str, method: str) -> None:
     """Its weights used directly would change the class."""
-    model = timm_vit()
+    model = {**HOSTS, "Segmenter": segmenter}[host]()
     dtem.patch(model, method, r=R)
+    blocks = {"timm": "blocks", "Segmenter": "encoder.blocks", "transformers": "vit.layers", "CLIP": "encoder.layers"}
+    name = blocks[host] if host != "CLIP" or hasattr(model, "encoder") else "vision_model.encoder.layers"
+    module = model.get_submodule(name)[0].get_submodule(layer)
     with torch.no_grad():
-        before = model(images())
-        model.blocks[0].mlp.fc1.forward = lambda x: torch.zeros(*x.shape[:-1], 256)
-        assert not torch.allclose(model(images()), before, atol=1e-3)
+        before = logits(model, images())
+        module.forward = lambda *args, forward=module.forward: 0.5 * forward(*args)
+        after = logits(model, images())
+    assert not torch.allclose(after, before, atol=1e-3)
+    torch.testing.assert_close(logits(model, images()).detach(), after, rtol=1e-4, atol=1e-4)
 
 
 def test_global_hooks_see_every_layer() -> None:
