@@ -6,6 +6,7 @@ and the initial values of the host's.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ class AffineParameters(nn.Module):
     def copy_from(self, host: nn.Module) -> None:
         """Start from the host's own values, in its precision."""
         for name, parameter in self.named_parameters():
-            own = host.get_parameter(name)
+            path, _, leaf = name.rpartition(".")
+            own: Any = host.get_submodule(path)._parameters[leaf]  # the attribute is this one while tokens are merged
             parameter.data = torch.empty_like(own) if own.is_meta else own.detach().clone()
 
     def leaves(self) -> Iterator[tuple[str, nn.Module]]:
