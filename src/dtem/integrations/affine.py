@@ -77,11 +77,12 @@ def attach(model: nn.Module, merger: "Merger") -> None:
     """Let the modules of `model` use the parameters of `merger.method.affine`, if it has any."""
     affine = merger.method.affine
     for path, tuned in affine.leaves() if affine is not None else ():
-        module: Any = model.get_submodule(path)
+        module = model.get_submodule(path)
         if isinstance(module, Tuned):
             raise DtemError(f"{path} is tuned already")
         module.__dict__[LINK] = (merger, tuned, tuple(tuned._parameters))
-        module.__class__ = tuned_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = tuned_class(kind)
 
 
 def detach(model: nn.Module) -> None:
