@@ -308,9 +308,7 @@ def renew_r(model: nn.Module) -> None:
         handle.r = before
     except DtemError as error:
         handle.r = 0
-        raise DtemError(
-            f"the model was changed, and r = {before!r} does not fit it any more, so r is 0: {error}"
-        ) from error
+        raise DtemError(f"the model was changed, and r = {before!r} does not fit it, so r is 0 now: {error}") from error
 
 
 def _follow_weights(model: nn.Module, encoder: nn.Module) -> None:

@@ -183,13 +183,11 @@ def _scaled(gamma: Tensor | None, y: Tensor) -> Tensor:
     return y if gamma is None else gamma * y
 
 
-def _check_direct(weight: Any, bias: Tensor, h: Tensor) -> None:
+def _check_direct(attn: Any, h: Tensor) -> None:
     """EVA's attention has biases beside its qkv layer, and reads the weights of both itself."""
-    if not isinstance(weight, Tensor):
-        raise DtemError(
-            "EVA's attention reads the weights of qkv, which is quantised: leave attn.qkv out of quantising"
-        )
-    if bias.is_meta and not h.is_meta:
+    if not isinstance(attn.qkv.weight, Tensor):
+        raise DtemError("EVA's attention reads the weights of qkv itself: leave attn.qkv out of quantising")
+    if attn.q_bias.is_meta and not h.is_meta:
         raise DtemError(
             "EVA's attention is offloaded (accelerate), and its own biases are not loaded while tokens are merged: "
             "keep the model on its device, or set handle.r = 0"
