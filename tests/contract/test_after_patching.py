@@ -348,3 +348,15 @@ def test_a_plain_model_warns_of_nothing() -> None:
         model(images())
         model.load_state_dict(timm_vit().state_dict())
         handle.unpatch()
+
+
+def test_averaged_models_average_the_method_too() -> None:
+    model = timm_vit()
+    handle = dtem.patch(model, r=R)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    before = next(handle.parameters()).clone()
+    trained(handle)
+    average.update_parameters(model)
+    mine, theirs = next(handle.parameters()), next(dtem.Handle(average.module).parameters())
+    torch.testing.assert_close(theirs, (before + mine) / 2)
