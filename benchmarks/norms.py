@@ -60,18 +60,13 @@ def accuracy(args: argparse.Namespace, handles: dict[str, dtem.Handle]) -> list[
     host = dtem.create_model(args.model, weights=args.weights).eval()
     outcomes: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     for batch in common.open_images(host, args.data).epoch(0):
-        unmerged, rows = host(batch.images).log_softmax(dim=1), torch.arange(len(batch.labels))
-
-        def add(name: str, r: int, logs: Tensor) -> None:
-            divergence = (unmerged.exp() * (unmerged - logs)).sum(dim=1)
-            right = (logs.argmax(dim=1) == batch.labels).float()
-            outcomes[name, r].append(torch.stack([100 * right, -logs[rows, batch.labels], divergence]))
-
-        add("unmerged", 0, unmerged)
+        unmerged = host(batch.images).log_softmax(dim=1)
+        outcomes["unmerged", 0].append(scores(unmerged, unmerged, batch.labels))
         for name, handle in handles.items():
             for r in RATES:
                 with handle.at(r=r):
-                    add(name, r, handle.model(batch.images).log_softmax(dim=1))
+                    merged = handle.model(batch.images).log_softmax(dim=1)
+                outcomes[name, r].append(scores(merged, unmerged, batch.labels))
         print(".", end="", file=sys.stderr, flush=True)
     pooled = {key: torch.cat(parts, dim=1).double() for key, parts in outcomes.items()}
     table = []
@@ -84,6 +79,13 @@ def accuracy(args: argparse.Namespace, handles: dict[str, dtem.Handle]) -> list[
                 row[f"{metric}_gain"] = [difference.value, difference.low, difference.high]
         table.append(row)
     return table
+
+
+def scores(logs: Tensor, unmerged: Tensor, labels: Tensor) -> Tensor:
+    """Of every image: 100 if right, cross-entropy, KL divergence from the unmerged model, (3, b)."""
+    right = 100.0 * (logs.argmax(dim=1) == labels)
+    entropy = -logs.gather(1, labels.unsqueeze(1)).squeeze(1)
+    return torch.stack([right, entropy, (unmerged.exp() * (unmerged - logs)).sum(dim=1)])
 
 
 @torch.inference_mode()

@@ -1,11 +1,13 @@
 """`dtem.patch`, and the handle that controls a patched model."""
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 
@@ -15,6 +17,7 @@ from dtem.errors import DtemError
 from dtem.integrations import AuxiliaryLosses, Merger, Trace
 from dtem.measure import flops
 from dtem.methods import Config, Method
+from dtem.methods.base import check_soft_pooling
 from dtem.types import HostSpec
 
 
@@ -63,21 +66,23 @@ def patch(
     if shortcut and not integration.shortcuts:
         raise DtemError(f"shortcut=True is not supported for {host.name} ({integration.family}); leave it out")
     schedules.check(schedules.parse(r), host.patches, host.depth)
-    instance = cls(host, method) if isinstance(method, Config) else cls.create(host, options)
-    projections = integration.key_projections(model)
-    weight = projections[0][0]
-    if weight.is_meta and next(instance.parameters(), None) is not None and _is_offloaded(model):
-        raise DtemError(
-            f"the weights of {host.name} are offloaded (accelerate), so the embeddings cannot start from them: call "
-            "dtem.patch before cpu_offload or dispatch_model"
-        )
-    instance.to_empty(device="meta") if weight.is_meta else instance.to(weight)
-    instance.init_from_host(model, projections)
+    with torch.inference_mode(False):  # its tensors could never be trained
+        instance = cls(host, method) if isinstance(method, Config) else cls.create(host, options)
+        projections = integration.key_projections(model)
+        weight = projections[0][0]
+        if weight.is_meta and next(instance.parameters(), None) is not None and _is_offloaded(model):
+            raise DtemError(
+                f"the weights of {host.name} are offloaded (accelerate), so the embeddings cannot start from them: "
+                "call dtem.patch before cpu_offload or dispatch_model"
+            )
+        instance.to_empty(device="meta") if weight.is_meta else instance.to(weight)
+        instance.init_from_host(model, projections)
     instance.train(model.training)
     merger = Merger(instance, schedules.Constant(0), integration.family, shortcut)
     merger.on_host_change = renew_r
+    merger.awaits_weights = weight.is_meta
     integrations.attach(model, merger)
-    model.register_load_state_dict_post_hook(follow_loaded_weights)  # type: ignore[no-untyped-call]
+    _follow_weights(model, integration.encoder(model))
     handle = Handle(model)
     try:
         handle.r = r
@@ -153,13 +158,16 @@ class Handle:
             raise DtemError(f"mode = {mode!r} is not known; choose 'hard' or 'soft'")
         if mode == "soft" and not self.method.has_soft_mode():
             raise DtemError(f"method {self.method.name!r} has no soft mode")
-        if mode == "soft" and self.host.pooling in ("max", "avgmax"):
-            raise DtemError(f"{self.host.pooling} pooling has no soft mode: it reads tokens that merging removes")
+        if mode == "soft":
+            check_soft_pooling(self.host.pooling)
         self.method.soft = mode == "soft"
 
     @contextlib.contextmanager
     def at(self, r: object = None, mode: str | None = None) -> Iterator["Handle"]:
         """Set the schedule or the mode inside a ``with`` block; both are restored after it.
+
+        They belong to the model, not to a thread: all threads that run it meanwhile run with them. Threads that need
+        different r take a copy each (`copy.deepcopy`; weights can be shared).
 
         Examples:
             >>> with handle.at(r=8):
@@ -219,10 +227,13 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """The method's parameters under the names that they have in the model, which its own state dict leaves out.
 
+        Whole tensors, also of a model that is sharded (FSDP2): then all processes must call it.
+
         Examples:
-            >>> state = {**model.state_dict(), **handle.state_dict()}  # for tools that need all, such as cpu_offload
+            >>> state = {**handle.state_dict(), **model.state_dict()}  # for tools that need all, such as cpu_offload
+            >>> model.load_state_dict(state)
         """
-        return {f"dtem.method.{name}": part for name, part in self.method.state_dict().items()}
+        return {f"dtem.method.{name}": part for name, part in self.merger.method_state_dict().items()}
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -272,10 +283,15 @@ class Handle:
     def unpatch(self) -> nn.Module:
         """Restore the model as it was before `patch`, and return it."""
         self.merger  # noqa: B018 - refuses a model that is not patched
+        encoder = integrations.load(self.merger.family).encoder(self.model)
         integrations.detach(self.model)
-        hooks = self.model._load_state_dict_post_hooks
-        for key in [key for key, hook in hooks.items() if hook is follow_loaded_weights]:
-            del hooks[key]
+        for hooks in (
+            self.model._load_state_dict_pre_hooks,
+            self.model._load_state_dict_post_hooks,
+            encoder._load_state_dict_post_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if _function_of(hook) in WEIGHT_HOOKS]:
+                del hooks[key]
         return self.model
 
     def __repr__(self) -> str:
@@ -285,25 +301,78 @@ class Handle:
 
 
 def renew_r(model: nn.Module) -> None:
-    """Check r, or solve its budget, again: the image size of the host has changed."""
+    """Check r, or solve its budget, again: the image size of the host has changed. If it cannot be met, r is 0."""
     handle = Handle(model)
-    handle.r = handle.r
+    before = handle.r
+    try:
+        handle.r = before
+    except DtemError as error:
+        handle.r = 0
+        raise DtemError(f"the model was changed, and r = {before!r} does not fit it, so r is 0 now: {error}") from error
+
+
+def _follow_weights(model: nn.Module, encoder: nn.Module) -> None:
+    """Call `follow_loaded_weights` when weights are loaded into the model, or into its encoder alone."""
+    model.register_load_state_dict_pre_hook(_begin_loading)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(follow_loaded_weights)  # type: ignore[no-untyped-call]
+    if encoder is not model:
+        hook = functools.partial(_follow_encoder, model)
+        encoder.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _begin_loading(model: nn.Module, *args: Any) -> None:
+    merger = getattr(model, "dtem", None)
+    if isinstance(merger, Merger):
+        merger.loads_whole_model = True
+
+
+def _follow_encoder(model: nn.Module, encoder: nn.Module, incompatible_keys: Any) -> None:
+    merger = getattr(model, "dtem", None)
+    if isinstance(merger, Merger) and not merger.loads_whole_model:
+        merger.loaded_with_host = False
+        follow_loaded_weights(model, incompatible_keys)
 
 
 def follow_loaded_weights(model: nn.Module, incompatible_keys: Any) -> None:
     """After the host's weights were loaded: untrained embeddings start from the new keys; for trained ones, warn."""
     merger = getattr(model, "dtem", None)
-    if not isinstance(merger, Merger) or merger.loaded_with_host or next(merger.method.parameters(), None) is None:
+    if not isinstance(merger, Merger):
         return
-    if merger.is_untrained:
-        merger.method.init_from_host(model, integrations.load(merger.family).key_projections(model))
-        merger.mark_untrained()
+    merger.loads_whole_model = False
+    if next(merger.method.parameters(), None) is None:
+        return
+    if merger.loaded_with_host:
+        merger.awaits_weights = False
+    elif merger.awaits_weights or merger.is_untrained:
+        _initialise_again(model, merger)
     else:
         warnings.warn(
             f"weights were loaded into a patched {type(model).__name__} whose {merger.method.name} parameters were "
             "trained (or converted): they belong to the weights that it had before",
             stacklevel=2,
         )
+
+
+@torch.inference_mode(False)
+def _initialise_again(model: nn.Module, merger: Merger) -> None:
+    projections = integrations.load(merger.family).key_projections(model)
+    weight = projections[0][0]
+    if merger.awaits_weights and not weight.is_meta:  # patched on the meta device: there are no values to start from
+        method = merger.method
+        fresh = type(method)(method.host, method.config).to(weight)
+        method.load_state_dict(fresh.state_dict(), assign=True)
+        merger.awaits_weights = False
+    merger.method.init_from_host(model, projections)
+    merger.mark_untrained()
+
+
+WEIGHT_HOOKS = (_begin_loading, follow_loaded_weights, _follow_encoder)
+
+
+def _function_of(hook: Any) -> Any:
+    """The function of a hook, which torch or a partial may have wrapped."""
+    hook = getattr(hook, "hook", hook)
+    return getattr(hook, "func", hook)
 
 
 def _is_offloaded(model: nn.Module) -> bool:

@@ -13,10 +13,10 @@ from dtem.methods import METHODS
 
 pytestmark = pytest.mark.contract
 
-STEERED = "mae-dtem-steered"
+STEERED = ("mae-dtem-steered", "hf_vit-dtem-steered", "hf_clip-tome-steered")
 CASES = [
     *(f"distilled-{method}" for method in [*METHODS, *VARIANTS]),
-    STEERED,
+    *STEERED,
     "siglip-dtem",
     "hf_dinov2-dtem",
 ]
@@ -44,7 +44,10 @@ def test_compiles_to_one_graph_and_the_same_answer(report, case):
 
 
 @pytest.mark.parametrize("change", ["r=3", "r=0", "gradients"])
-def test_the_compiled_model_follows_its_handle(report, change):
-    result = report[STEERED]
+@pytest.mark.parametrize("case", STEERED)
+def test_the_compiled_model_follows_its_handle(report, case, change):
+    if case.startswith("hf_") and torch.__version__.startswith("2.8."):
+        pytest.skip("torch 2.8 cannot compile a transformers model that merges")
+    result = report[case]
     assert "error" not in result, result["error"]
     assert result[change] < 1e-5

@@ -1,6 +1,7 @@
 """Patched models inside other tools: in either order, the merged model computes what it computes alone."""
 
 import copy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import dtem
 from dtem import integrations
 from dtem.errors import DtemError
 from dtem.integrations import cpu_workspace
+from dtem.models.segmenter import MaskDecoder, Segmenter
 
 pytestmark = pytest.mark.contract
 
@@ -31,7 +33,7 @@ def perturbed(model: nn.Module) -> nn.Module:
 def timm_vit(**options: object) -> nn.Module:
     torch.manual_seed(0)
     tiny = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 7}
-    return perturbed(timm.create_model("vit_tiny_patch16_224", **tiny, **options))
+    return perturbed(timm.create_model("vit_tiny_patch16_224", **{**tiny, **options}))
 
 
 def hf_vit() -> nn.Module:
@@ -42,7 +44,20 @@ def hf_vit() -> nn.Module:
     return perturbed(transformers.ViTForImageClassification(config))
 
 
-HOSTS = {"timm": timm_vit, "transformers": hf_vit}
+def hf_clip() -> nn.Module:
+    torch.manual_seed(0)
+    tiny = {"image_size": 64, "patch_size": 8, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.CLIPVisionConfig(**tiny, intermediate_size=128, projection_dim=7)
+    return perturbed(transformers.CLIPVisionModelWithProjection(config))
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(0)
+    encoder = timm_vit(num_classes=0)
+    return perturbed(Segmenter(encoder, MaskDecoder(64, 5, depth=1, heads=2)))
+
+
+HOSTS = {"timm": timm_vit, "transformers": hf_vit, "CLIP": hf_clip}
 METHODS = ("tome", "dtem")
 
 
@@ -52,7 +67,16 @@ def images(batch: int = 4) -> Tensor:
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
-    return (out if isinstance(out, Tensor) else out.logits).float()
+    if not isinstance(out, Tensor):
+        out = out.logits if "logits" in out else out.image_embeds
+    return out.float()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """All blocks of an encoder."""
+    paths = ("blocks", "encoder.blocks", "vit.layers", "vision_model.encoder.layers")
+    lists = [dict(model.named_modules()).get(path) for path in paths]
+    return list(next(blocks for blocks in lists if blocks is not None)._modules.values())
 
 
 def torchao(name: str) -> Callable[[nn.Module], nn.Module]:
@@ -64,10 +88,13 @@ def torchao(name: str) -> Callable[[nn.Module], nn.Module]:
     return apply
 
 
+ADAPTED = ("qkv", "q_proj", "v_proj", "out_proj", "o_proj", "fc1", "fc2")
+
+
 def lora(dora: bool) -> Callable[[nn.Module], nn.Module]:
     def apply(model: nn.Module) -> nn.Module:
         peft = pytest.importorskip("peft", reason="peft is not installed")
-        names = ["qkv"] if hasattr(model, "blocks") else ["q_proj", "v_proj"]
+        names = [part for part in ADAPTED if any(name.endswith(part) for name, _ in model.named_modules())]
         torch.manual_seed(3)
         config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False, use_dora=dora)
         return peft.get_peft_model(model, config).eval()
@@ -152,15 +179,58 @@ def test_in_either_order(host: str, method: str, tool: str, order: str) -> None:
     torch.testing.assert_close(logits(wrapped, x).detach(), merged, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_layer_with_another_forward_is_called(method: str) -> None:
+@pytest.mark.parametrize("host", HOSTS)
+def test_autocast(host: str, method: str, dtype: torch.dtype) -> None:
+    model, plain = HOSTS[host](), HOSTS[host]()
+    handle = dtem.patch(model, method, r=R)
+    with torch.autocast("cpu", dtype=dtype):
+        with torch.no_grad():
+            merged, unmerged = logits(model, images()), logits(plain, images())
+            with handle.at(r=0):
+                assert torch.equal(logits(model, images()), unmerged)
+        assert not torch.allclose(merged, unmerged, atol=1e-2)
+        torch.testing.assert_close(logits(model, images()).detach(), merged, rtol=1e-4, atol=1e-4)
+        if method == "dtem":
+            handle.mode = "soft"
+            logits(model, images()).square().mean().backward()
+            assert any(parameter.grad is not None for parameter in handle.parameters())
+            assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in handle.parameters())
+
+
+LAYERS = {
+    "timm": [
+        "attn.qkv",
+        "attn.proj",
+        "attn.proj_drop",
+        "ls1",
+        "norm2",
+        "mlp",
+        "mlp.act",
+        "mlp.fc1",
+        "mlp.fc2",
+        "drop_path2",
+    ],
+    "Segmenter": ["attn.proj", "mlp", "mlp.act", "mlp.fc1", "mlp.drop1"],
+    "transformers": ["attention.o_proj", "mlp", "mlp.activation_fn"],
+    "CLIP": ["self_attn.out_proj", "mlp", "mlp.activation_fn", "mlp.fc1", "mlp.fc2"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("host", "layer"), [(host, layer) for host, layers in LAYERS.items() for layer in layers])
+def test_a_layer_with_another_forward_is_called(host: str, layer: str, method: str) -> None:
     """Its weights used directly would change the class."""
-    model = timm_vit()
+    model = {**HOSTS, "Segmenter": segmenter}[host]()
     dtem.patch(model, method, r=R)
+    module = blocks_of(model)[0].get_submodule(layer)
     with torch.no_grad():
-        before = model(images())
-        model.blocks[0].mlp.fc1.forward = lambda x: torch.zeros(*x.shape[:-1], 256)
-        assert not torch.allclose(model(images()), before, atol=1e-3)
+        before = logits(model, images())
+        module.forward = lambda *args, forward=module.forward: 0.5 * forward(*args)
+        after = logits(model, images())
+    assert not torch.allclose(after, before, atol=1e-3)
+    torch.testing.assert_close(logits(model, images()).detach(), after, rtol=1e-4, atol=1e-4)
 
 
 def test_global_hooks_see_every_layer() -> None:
@@ -185,16 +255,15 @@ def test_the_fast_path_is_taken_for_plain_layers_alone() -> None:
     assert not cpu_workspace.is_plain_linear(hooked)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_compiled_model_is_patched_inside_and_follows_r(host: str) -> None:
-    model = HOSTS[host]()
+@pytest.mark.parametrize(("host", "method"), [("timm", "tome"), ("transformers", "dtem")])
+def test_a_compiled_model_is_patched_inside_and_follows_r(host: str, method: str) -> None:
+    """Patched first and compiled then: `test_compile.py`."""
+    model, alone = HOSTS[host](), HOSTS[host]()
     compiled = torch.compile(model, backend="eager")
-    handle = dtem.patch(compiled, "tome", r=R)
+    handle, other = dtem.patch(compiled, method, r=R), dtem.patch(alone, method, r=R)
     assert handle.model is model
-    alone = HOSTS[host]()
-    other = dtem.patch(alone, "tome", r=R)
     with torch.no_grad():
-        for r in (R, 4, 0):
+        for r in (R, 0):
             handle.r = other.r = r
             torch.testing.assert_close(logits(compiled, images()), logits(alone, images()), rtol=1e-4, atol=1e-4)
 
@@ -228,6 +297,18 @@ def test_distributed_data_parallel(host: str) -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_distributed_data_parallel_computes_the_same(host: str, method: str) -> None:
+    parallel, alone = nn.parallel.DistributedDataParallel(HOSTS[host]()), HOSTS[host]()
+    handle = dtem.patch(parallel, method, r=R)
+    dtem.patch(alone, method, r=R)
+    with torch.no_grad():
+        assert torch.equal(logits(parallel, images()), logits(alone, images()))
+    assert handle.model is parallel.module
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", METHODS)
 def test_fully_shard(method: str) -> None:
@@ -244,6 +325,66 @@ def test_fully_shard(method: str) -> None:
         handle.unpatch()
     with pytest.raises(DtemError, match=r"call dtem\.patch before fully_shard"):
         dtem.patch(fully_shard(timm_vit(), mesh=mesh), method, r=R)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("options", [{}, {"norms": True}], ids=["embeddings", "norms too"])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_sharded_model_is_trained_saved_and_loaded(host: str, options: dict, tmp_path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    handles = []
+    for sharded in (False, True):
+        model = HOSTS[host]().requires_grad_(False)
+        handle = dtem.patch(model, r=R, **options)
+        handle.mode = "soft"
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(handle.parameters(), lr=0.01)
+        logits(model, images()).square().mean().backward()
+        optimizer.step()
+        handles.append(handle)
+    alone, handle = handles
+    expected = alone.state_dict()
+    for name, part in handle.state_dict().items():
+        assert type(part) is Tensor
+        torch.testing.assert_close(part, expected[name])
+    handle.mode = "hard"
+    handle.save_pretrained(tmp_path / "adapter.safetensors")
+    loaded = dtem.from_pretrained(tmp_path / "adapter.safetensors", HOSTS[host]())
+    with torch.no_grad():
+        torch.testing.assert_close(logits(handle.model, images()), logits(loaded.model, images()))
+    zeros = {name: torch.zeros_like(part) for name, part in loaded.method.state_dict().items()}
+    handle.method.load_state_dict(zeros)
+    assert not any(part.any() for part in handle.state_dict().values())
+    with pytest.raises(DtemError, match="changed after patching"):
+        handle.unpatch()
+    assert handle.merger is handle.model.dtem
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("host", HOSTS)
+def test_blocks_that_are_sharded_on_their_own_are_refused(host: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = init_device_mesh("cpu", (1,)), HOSTS[host]()
+    handle = dtem.patch(model, "tome", r=R)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        with pytest.raises(DtemError, match="fully_shard on the whole model only"):
+            logits(model, images())
+        handle.r = 0
+        logits(model, images())
+    with pytest.raises(DtemError, match=r"sharded \(fully_shard\); count it, or set a budget, before"):
+        handle.r = "0.01G"
+    other = HOSTS[host]()
+    fully_shard(blocks_of(other)[0], mesh=mesh)
+    with pytest.raises(DtemError, match=r"call dtem\.patch before fully_shard"):
+        dtem.patch(other, r=R)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -278,10 +419,15 @@ def test_untrained_embeddings_follow_weights_that_are_loaded_later() -> None:
     handle.unpatch().load_state_dict(weights)
 
 
-def test_set_input_size_changes_what_r_may_be() -> None:
+@pytest.mark.parametrize("order", ["patch first", "patch after"])
+@pytest.mark.parametrize("method", METHODS)
+def test_set_input_size_changes_what_r_may_be(method: str, order: str) -> None:
     model = timm_vit()
-    handle = dtem.patch(model, "tome", r=R)
+    if order == "patch first":
+        handle = dtem.patch(model, method, r=R)
     model.set_input_size((32, 32))
+    if order == "patch after":
+        handle = dtem.patch(model, method, r=R)
     assert handle.host.patches == 16
     assert handle.host.image == (3, 32, 32)
     assert handle.plan == (8, 4, 2)
@@ -291,25 +437,33 @@ def test_set_input_size_changes_what_r_may_be() -> None:
         assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
 
 
-def test_dynamic_image_sizes_and_another_head() -> None:
+@pytest.mark.parametrize("order", ["patch first", "patch after"])
+@pytest.mark.parametrize("method", METHODS)
+def test_dynamic_image_sizes_and_another_head(method: str, order: str) -> None:
     model = timm_vit(dynamic_img_size=True)
-    handle = dtem.patch(model, "tome", r=R)
+    if order == "patch first":
+        handle = dtem.patch(model, method, r=R)
     model.reset_classifier(3, "avg")
+    if order == "patch after":
+        handle = dtem.patch(model, method, r=R)
     assert handle.host.pooling == "mean"
     with torch.no_grad(), handle.trace() as trace:
         assert model(torch.randn(2, 3, 96, 64)).shape == (2, 3)
     assert trace.sizes[-1].sum(dim=1).tolist() == [97.0, 97.0]
 
 
-def test_activation_checkpointing_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize("host", [*HOSTS, "Segmenter"])
+def test_activation_checkpointing_gives_the_same_gradients(host: str) -> None:
     gradients = []
     for checkpointing in (False, True):
-        model = timm_vit()
+        model = {**HOSTS, "Segmenter": segmenter}[host]()
         handle = dtem.patch(model, r=R)
         handle.mode = "soft"
-        model.set_grad_checkpointing(checkpointing)
-        model(images()).square().sum().backward()
+        model.train().set_grad_checkpointing(checkpointing)
+        torch.manual_seed(0)
+        logits(model, images()).square().sum().backward()
         gradients.append([parameter.grad for parameter in handle.parameters()])
+    assert any(gradient is not None for gradient in gradients[0])
     for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again)
 
@@ -348,9 +502,17 @@ def test_budgets_are_met_in_inference_mode_too(spec: str) -> None:
         assert dtem.count_flops(handle).to_dict() == dtem.count_flops(dtem.patch(timm_vit(), r=spec)).to_dict()
 
 
-def test_timm_models_need_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert dtem.patch(timm_vit(), "tome", r=R).host.family == "timm_vit"
+def test_timm_models_need_no_transformers() -> None:
+    """In a process of its own: here the families of transformers are imported already."""
+    code = """
+import sys
+sys.modules["transformers"] = None
+import timm, dtem
+print(dtem.patch(timm.create_model("test_vit"), "tome", r=2).host.family)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "timm_vit"
 
 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

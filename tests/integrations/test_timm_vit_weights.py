@@ -202,7 +202,7 @@ def test_an_optimiser_step_is_seen():
         optimiser.step()
     handle.mode = "hard"
     twin, _ = patched("deit", "dtem")
-    twin.load_state_dict(copy.deepcopy({**model.state_dict(), **handle.state_dict()}))
+    twin.load_state_dict(copy.deepcopy({**handle.state_dict(), **model.state_dict()}))
     x = images("deit")
     with torch.no_grad():
         torch.testing.assert_close(model(x), twin(x), rtol=1e-5, atol=1e-5)

@@ -58,7 +58,7 @@ def save_pretrained(
     """
     if not isinstance(handle, Handle):
         raise DtemError(f"save_pretrained takes the handle that dtem.patch returned, not a {type(handle).__name__}")
-    state = handle.method.state_dict()
+    state = handle.merger.method_state_dict()
     if not state:
         raise DtemError(f"method {handle.method.name!r} has nothing to save: it has no trained parts")
     tensors = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in state.items()}
@@ -108,6 +108,7 @@ def from_pretrained(
     handle = patch(model, header["method"], shortcut=shortcut, **changed)
     try:
         handle.method.load_state_dict(tensors)
+        handle.merger.mark_stored()
         handle.r = r  # only now: the schedule may be one that was learned
     except BaseException:
         handle.unpatch()

@@ -7,7 +7,7 @@ from torch import nn
 
 from dtem.errors import DtemError
 from dtem.integrations import affine
-from dtem.integrations.base import AuxiliaryLosses, Integration, Merger, Trace
+from dtem.integrations.base import AuxiliaryLosses, Integration, Merger, Trace, is_fully_sharded
 from dtem.registry import Registry
 
 INTEGRATIONS = Registry(
@@ -85,6 +85,10 @@ def detach(model: nn.Module) -> None:
     """Undo `attach`."""
     merger = model.dtem
     assert isinstance(merger, Merger)
+    if is_fully_sharded(model):
+        raise DtemError(
+            f"{type(model).__name__} was changed after patching (fully_shard, …), so it cannot be unpatched"
+        )
     affine.detach(model)
     load(merger.family).detach(model)
 
@@ -106,7 +110,7 @@ def find(model: nn.Module) -> Integration:
     """The integration that supports `model`. Libraries that the model cannot come from are not imported."""
     if not isinstance(model, nn.Module):
         raise DtemError(f"{model!r} is a {type(model).__name__}, not a model (torch.nn.Module)")
-    if any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(model).__mro__):
+    if any(map(is_fully_sharded, model.modules())):
         raise DtemError(f"{type(model).__name__} is sharded already: call dtem.patch before fully_shard")
     modules = [cls.__module__ for cls in type(model).__mro__]
     supported = list(SUPPORTED.values())
@@ -176,6 +180,7 @@ __all__ = [
     "attach",
     "detach",
     "find",
+    "is_fully_sharded",
     "load",
     "register_integration",
     "unwrap",

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem import schedule as schedules
+from dtem.errors import DtemError
 from dtem.methods import Method
 from dtem.types import HostSpec, Taps, Tokens
 
@@ -81,10 +83,16 @@ class Merger(nn.Module):
         self.family = family
         self.shortcut = shortcut
         self.register_load_state_dict_post_hook(_allow_missing)  # type: ignore[no-untyped-call]
+        method.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         self.on_host_change: Callable[[nn.Module], None] | None = None
         """Called when the image size or the pooling of the host has changed."""
         self.loaded_with_host = False
         """Whether the last state dict that was loaded into the model held the method's parameters too."""
+        self.loads_whole_model = False
+        """Whether a state dict is being loaded into the model now, not into its encoder alone."""
+        self.awaits_weights = False
+        """Whether the model was patched on the meta device, so that the method is not initialised yet."""
+        self._warned_of: set[str] = set()
         self.mark_untrained()
         self._traces: Recorders[Trace] = {}
         self._losses: Recorders[AuxiliaryLosses] = {}
@@ -101,17 +109,59 @@ class Merger(nn.Module):
 
     def mark_untrained(self) -> None:
         """The method's parameters are as they were initialised."""
-        self._initial = _checksum(self.method)
+        self._initial = self._stored = _checksum(self.method)
+
+    def mark_stored(self) -> None:
+        """The method's parameters are held elsewhere too: they were read, to be saved, or come from a file."""
+        self._stored = _checksum(self.method)
 
     @property
     def is_untrained(self) -> bool:
         """Whether the method's parameters are still as they were initialised."""
         return self._initial == _checksum(self.method)
 
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the method's parameters have values that were trained and never read to be saved."""
+        now = _checksum(self.method)
+        return now is not None and now not in (self._initial, self._stored) and len(now) == len(self._initial or ())
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module. To convert or move parameters is not to train them."""
+        untrained, unsaved = self.is_untrained, self.is_unsaved
+        moved = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if untrained:
+            self.mark_untrained()
+        elif not unsaved:
+            self.mark_stored()
+        return moved
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing: a patched model has the state dict of its host. Adapter files hold what was trained."""
+        live = kwargs.get("keep_vars", len(args) > 2 and args[2])  # not to be saved: torch.export asks so
+        if not live and "unsaved" not in self._warned_of and self.is_unsaved:
+            self.warn_once(
+                "unsaved",
+                f"the state dict of a patched model is that of its host: the trained {self.method.name} parameters "
+                "are not in it. Save them with handle.save_pretrained(path), or all in one with "
+                "{**handle.state_dict(), **model.state_dict()}",
+            )
         destination: dict[str, Any] = kwargs.get("destination") or (args[0] if args else {})
         return destination
+
+    def method_state_dict(self) -> dict[str, Any]:
+        """The method's state dict, to be saved: whole tensors. Of a sharded model, all processes must call it."""
+        if is_quantised(self.method):
+            raise DtemError(QUANTISED)
+        state = {name: _whole(name, part) for name, part in self.method.state_dict().items()}
+        self.mark_stored()
+        return state
+
+    def warn_once(self, reason: str, message: str) -> None:
+        """Warn, unless this model has warned for the same reason already."""
+        if reason not in self._warned_of:
+            self._warned_of.add(reason)
+            warnings.warn(message, stacklevel=4)
 
     @property
     def schedule(self) -> schedules.BlockRates:
@@ -138,6 +188,46 @@ class Merger(nn.Module):
         resolve = schedules.resolve if torch.compiler.is_compiling() else _resolve_once
         return resolve(self.schedule, patches, self.method.host.depth, self.method.resets_each_block)
 
+    def check_blocks(self, blocks: Any, attention: str) -> None:
+        """Before blocks run with merging: refuse what would go wrong silently, warn of what has no effect.
+
+        Args:
+            blocks: the list of all of the host's.
+            attention: name of a block's attention, which dtem does not call as a whole, like the block itself.
+        """
+        if len(blocks) != self.method.host.depth:
+            raise DtemError(
+                f"the model has {len(blocks)} blocks, but had {self.method.host.depth} when it was patched: unpatch "
+                "it, change its blocks, and patch it again"
+            )
+        if torch.compiler.is_compiling():
+            return
+        if torch._C._get_tracing_state() is not None:
+            raise DtemError(
+                "torch.jit.trace (and the ONNX exporter that is built on it) would fix the batch size and the matching "
+                "of merged tokens: export with dtem.export, count with dtem.count_flops, or set handle.r = 0"
+            )
+        for layer, block in enumerate(blocks):
+            for module in (block, getattr(block, attention)):
+                if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+                    self._check_uncalled(module, f"{type(module).__name__} of block {layer}")
+
+    def _check_uncalled(self, module: nn.Module, name: str) -> None:
+        if is_fully_sharded(module):
+            raise DtemError(
+                f"the {name} is sharded on its own (fully_shard), but while tokens are merged it is not called as a "
+                "whole, so its weights are not gathered: call fully_shard on the whole model only, or set handle.r = 0"
+            )
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        own = [hook for hook in hooks if getattr(hook, "__module__", None) != "transformers.utils.output_capturing"]
+        # accelerate hooks the modules inside too; transformers leaves hooks that record on request only
+        if not hasattr(module, "_hf_hook") and (own or "forward" in module.__dict__):
+            self.warn_once(
+                "hooks",
+                f"the {name} has hooks or a forward of its own, which have no effect while tokens are merged: dtem "
+                "calls the modules inside one by one. Hook those (norms, linear layers, the MLP), or set handle.r = 0",
+            )
+
     def tracing(self) -> contextlib.AbstractContextManager[Trace]:
         """Record every forward of this model, from any thread that has no trace of its own."""
         return _recording(self._traces, Trace())
@@ -154,9 +244,59 @@ class Merger(nn.Module):
             losses.merge_candidates += self.method.merge_candidates(tokens)
 
 
-def _checksum(method: nn.Module) -> tuple[float, ...]:
-    """One number per parameter, by which a change is seen."""
-    return tuple(0.0 if part.is_meta else part.detach().double().sum().item() for part in method.parameters())
+def _checksum(method: nn.Module) -> tuple[float, ...] | None:
+    """One number per parameter, by which a change is seen; None if they are quantised."""
+    numbers = []
+    parameters: Iterator[Any] = method.parameters()
+    for part in parameters:
+        part = part.to_local() if is_sharded(part) else part
+        if type(part) not in (nn.Parameter, Tensor):
+            return None
+        numbers.append(0.0 if part.is_meta else part.detach().double().sum().item())
+    return tuple(numbers)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard (FSDP2) was called on this module."""
+    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(module).__mro__)
+
+
+def is_sharded(part: Any) -> bool:
+    """Whether this is a DTensor, as fully_shard makes them. (Its module is slow to import.)"""
+    return hasattr(part, "placements") and hasattr(part, "full_tensor")
+
+
+def is_quantised(method: nn.Module) -> bool:
+    """Whether the method was quantised along with its host, by torchao or torch.ao."""
+    plain = all(type(part) in (nn.Parameter, Tensor) or is_sharded(part) for part in method.parameters())
+    return not plain or any(type(module).__module__.startswith("torch.ao.") for module in method.modules())
+
+
+QUANTISED = (
+    "the method was quantised along with its host, so its trained values are not there any more: save or load the "
+    "adapter before, or leave modules out of quantising whose names begin with 'dtem.'"
+)
+
+
+def _whole(name: str, part: Any) -> Any:
+    """A part of a state dict, gathered if it is sharded."""
+    if getattr(part, "is_meta", False):
+        raise DtemError(f"{name} has no values here (offloaded by accelerate, or on the meta device): save it before")
+    return part.full_tensor() if is_sharded(part) else part
+
+
+def _before_load(method: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Before a state dict is loaded: whole tensors go into sharded parameters, nothing into quantised ones."""
+    own = [name for name in state_dict if name.startswith(prefix)]
+    if own and is_quantised(method):
+        raise DtemError(QUANTISED)
+    for name, current in method.state_dict().items() if own else ():  # where fully_shard shards again what it gathered
+        part = state_dict.get(prefix + name)
+        if is_sharded(current) and isinstance(part, Tensor) and not is_sharded(part):
+            from torch.distributed.tensor import distribute_tensor
+
+            part = part.to(current.device)
+            state_dict[prefix + name] = distribute_tensor(part, current.device_mesh, current.placements)
 
 
 def _allow_missing(merger: Any, incompatible_keys: Any) -> None:
@@ -165,6 +305,8 @@ def _allow_missing(merger: Any, incompatible_keys: Any) -> None:
     others = [name for name in missing if "dtem.method." not in name]
     merger.loaded_with_host = len(others) == len(missing)
     missing[:] = others
+    if merger.loaded_with_host:
+        merger.mark_stored()
 
 
 _resolve_once = functools.lru_cache(maxsize=1024)(schedules.resolve)
@@ -194,6 +336,10 @@ class Integration(ABC):
     @abstractmethod
     def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
         """Per block, the head-mean of the key projection: weight (e, c) and bias (e)."""
+
+    def encoder(self, model: Any) -> nn.Module:
+        """The part of the model that holds the key projections, and may be loaded on its own."""
+        return model
 
     @abstractmethod
     def attach(self, model: Any, merger: Merger) -> None:

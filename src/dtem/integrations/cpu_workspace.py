@@ -69,9 +69,8 @@ def is_plain_linear(layer: Any) -> bool:
     """Whether `layer(x)` is nothing but a matrix product with its own weights, so that these can be used directly."""
     return (
         type(layer) in PLAIN_LINEAR
-        and "forward" not in layer.__dict__  # replaced by accelerate's hooks, or by hand
+        and are_untouched(layer)  # by accelerate's hooks, or by hand
         and _is_plain_tensor(layer.weight)
-        and not has_hooks(layer)
     )
 
 
@@ -96,6 +95,11 @@ def _small(x: Tensor) -> bool:
     return x.numel() < SMALL and x.dtype == torch.float32 and available
 
 
+def are_untouched(*modules: nn.Module) -> bool:
+    """Whether these modules have the forward of their class and no hooks, so that their parts can be called instead."""
+    return not any("forward" in module.__dict__ for module in modules) and not has_hooks(*modules)
+
+
 def has_hooks(*modules: nn.Module) -> bool:
     """Whether one of these modules, or all modules of this process, have forward hooks."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -107,4 +111,4 @@ def is_identity(module: nn.Module) -> bool:
     """Whether `module` returns its input. (At batch 1 such calls cost as much as small kernels.)"""
     kind = type(module)
     plain = kind is nn.Identity or (kind is nn.Dropout and not module.training)
-    return plain and "forward" not in module.__dict__ and not has_hooks(module)
+    return plain and are_untouched(module)

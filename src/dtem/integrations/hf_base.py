@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GitVisionModel
 from transformers.modeling_outputs import ImageClassifierOutput
-from transformers.utils import generic
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils import generic, output_capturing
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector
 
 from dtem import integrations, ops
 from dtem.errors import DtemError
@@ -50,6 +50,8 @@ class MergingLayers(nn.ModuleList):
 
     merger: Merger | None = None
     """A plain attribute: the submodule is the model's `dtem`."""
+    attention: ClassVar[str] = "self_attn"
+    """Name of a layer's attention, which has k_proj and head_dim."""
 
     @abstractmethod
     def split_block(self, layer: Any) -> tuple[Attention, Mlp]:
@@ -65,16 +67,29 @@ class MergingLayers(nn.ModuleList):
         assert self.merger is not None
         if attention_mask is not None:
             raise DtemError("attention_mask cannot be used while tokens are merged; set handle.r = 0")
-        for name in ("output_hidden_states", "output_attentions"):
-            if kwargs.get(name):
-                raise DtemError(f"{name} needs every token in its place, but tokens are merged; set handle.r = 0")
         layers: list[Any] = list(self._modules.values())
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name) or _is_recorded(name.removeprefix("output_"), layers[0]):
+                raise DtemError(f"{name} needs every token in its place, but tokens are merged; set handle.r = 0")
+        self.merger.check_blocks(layers, self.attention)
         tokens = run_blocks(self.merger, x, layers, self.split_block, checkpointing=layers[0].gradient_checkpointing)
         self.merger.finish(tokens)
         return _with_sizes(tokens.x, tokens.size, self.merger.method.bias(tokens))
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)  # that of ModuleList iterates over the list
+
+
+def _is_recorded(output: str, layer: nn.Module) -> bool:
+    """Whether transformers records this output of the layers (or inside them) in this forward, by keyword or config."""
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False
+    recorded = output in (_active_collector.get() or ())  # type: ignore[no-untyped-call]
+    return recorded and any(
+        getattr(hook, "__module__", None) == output_capturing.__name__
+        for module in layer.modules()
+        for hook in module._forward_hooks.values()
+    )
 
 
 def _with_sizes(x: Any, size: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -215,8 +230,6 @@ class HfIntegration(Integration):
     """Each supported class and its patched class."""
     refused: ClassVar[dict[type[nn.Module], str]] = {}
     """Classes of the family that are not supported, and why."""
-    attention: ClassVar[str] = "self_attn"
-    """Name of a layer's attention, which has k_proj and head_dim."""
 
     @abstractmethod
     def prefix(self, encoder: Any) -> tuple[int, bool]:
@@ -245,7 +258,7 @@ class HfIntegration(Integration):
             depth=config.num_hidden_layers,
             width=config.hidden_size,
             heads=config.num_attention_heads,
-            head_dim=getattr(encoder.get_submodule(layout.layers)[0], self.attention).head_dim,
+            head_dim=getattr(encoder.get_submodule(layout.layers)[0], self.layers.attention).head_dim,
             prefix=prefix,
             patches=(height // patch_height) * (width // patch_width),
             pooling=layout.pooling,
@@ -265,7 +278,10 @@ class HfIntegration(Integration):
     def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
         layout = getattr(model, "layout", None) or self.merged[type(model)].layout  # of a patched model, or not yet
         layers = model.get_submodule(layout.encoder).get_submodule(layout.layers)
-        return [head_mean_keys(getattr(layer, self.attention)) for layer in layers._modules.values()]
+        return [head_mean_keys(getattr(layer, self.layers.attention)) for layer in layers._modules.values()]
+
+    def encoder(self, model: Any) -> nn.Module:
+        return encoder_of(model)
 
     def attach(self, model: Any, merger: Merger) -> None:
         model.dtem = merger

@@ -16,6 +16,9 @@ from transformers import (
     SiglipVisionModel,
 )
 from transformers.activations import GELUActivation
+from transformers.models.clip.modeling_clip import CLIPMLP
+from transformers.models.git.modeling_git import GitVisionMLP
+from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from dtem.integrations import cpu_workspace
 from dtem.integrations.base import Attention, Mlp
@@ -40,14 +43,14 @@ class ClipLayers(MergingLayers):
 def _attention(layer: Any, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
     attn = layer.self_attn
     y, taps = head_outputs(attn, layer.layer_norm1(x), bias, attn.scale, attn.dropout)
-    workspace = None if cpu_workspace.has_hooks(attn.out_proj) else cpu_workspace.create(x)
+    workspace = cpu_workspace.create(x) if cpu_workspace.is_plain_linear(attn.out_proj) else None
     return x + attn.out_proj(y) if workspace is None else workspace.residual(x, attn.out_proj, y), taps
 
 
 def _mlp(layer: Any, x: Tensor) -> Tensor:
     inner, h = layer.mlp, layer.layer_norm2(x)
-    workspace = None if cpu_workspace.has_hooks(inner, *inner.children()) else cpu_workspace.create(x)
-    if workspace is None:
+    workspace = cpu_workspace.create(x)
+    if workspace is None or not _is_plain(inner):
         return x + inner(h)
     h = inner.fc1(h)
     plain = type(inner.activation_fn) is GELUActivation and inner.activation_fn.act is nn.functional.gelu
@@ -55,6 +58,17 @@ def _mlp(layer: Any, x: Tensor) -> Tensor:
     return workspace.residual(x, inner.fc2, h)
 
 
+def _is_plain(inner: nn.Module) -> bool:
+    """Whether the MLP can be run layer by layer, with the last one's weights: nothing in it is replaced or hooked."""
+    return (
+        type(inner) in MLPS
+        and cpu_workspace.are_untouched(inner, *inner.children())
+        and cpu_workspace.is_plain_linear(inner.fc1)
+        and cpu_workspace.is_plain_linear(inner.fc2)
+    )
+
+
+MLPS = (CLIPMLP, SiglipMLP, GitVisionMLP)
 CLIP = HostLayout("encoder.layers", None)
 SIGLIP = HostLayout("encoder.layers", "post_layernorm", pooling="attention")
 INNER = replace(CLIP, encoder="vision_model")

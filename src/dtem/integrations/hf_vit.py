@@ -40,6 +40,8 @@ EVERY_PATCH = "it needs every patch in its place, and merged patches have none; 
 class VitLayers(MergingLayers):
     """Layers of ViT and DeiT (dropout on each branch) and of DINOv2 (layer scale and drop path)."""
 
+    attention: ClassVar[str] = "attention"
+
     def split_block(self, layer: Any) -> tuple[Attention, Mlp]:
         if hasattr(layer, "layer_scale1"):  # DINOv2
             scale1, scale2 = layer.layer_scale1, layer.layer_scale2
@@ -91,7 +93,6 @@ class HfVit(HfIntegration):
         "…ForImageClassification"
     )
     layers = VitLayers
-    attention: ClassVar[str] = "attention"
     merged: ClassVar = {
         ViTModel: MergingViTModel,
         ViTForImageClassification: MergingViTForImageClassification,

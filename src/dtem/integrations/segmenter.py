@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtem import ops
+from dtem.errors import DtemError
 from dtem.integrations import cpu_workspace
 from dtem.integrations.base import Integration, Merger, Trace, checkpointed
 from dtem.integrations.cpu_workspace import CpuWorkspace
@@ -49,6 +50,9 @@ class SegmenterIntegration(Integration):
     def key_projections(self, model: Any) -> list[tuple[Tensor, Tensor | None]]:
         return TimmVit().key_projections(model.encoder)
 
+    def encoder(self, model: Any) -> nn.Module:
+        return model.encoder
+
     def attach(self, model: Any, merger: Merger) -> None:
         model.dtem = merger
         model.__class__ = MergingSegmenter
@@ -69,6 +73,12 @@ class MergingSegmenter(Segmenter):
             return super().encode(images)
         method, encoder = self.dtem.method, self.encoder
         assert isinstance(method, DenseMethod)
+        self.dtem.check_blocks(encoder.blocks, "attn")
+        if encoder.patch_embed.num_patches != method.host.patches:
+            raise DtemError(
+                "the encoder's image size was changed after patching, so that r is another share of its tokens: "
+                "unpatch the Segmenter, call encoder.set_input_size, and patch it again"
+            )
         x = self.embed(images)
         workspace = cpu_workspace.create(x)
         checkpointing = encoder.grad_checkpointing and torch.is_grad_enabled()

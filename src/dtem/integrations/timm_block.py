@@ -187,7 +187,7 @@ def workspace_for(block: Block, workspace: CpuWorkspace | None) -> CpuWorkspace 
         *(layer for layer in (getattr(m, "fc1", None), getattr(m, "fc2", None)) if layer is not None),
     ]
     modules = (a.proj_drop, block.ls1, block.drop_path1, m, block.ls2, block.drop_path2, *m.children())
-    if "forward" in m.__dict__ or cpu_workspace.has_hooks(*modules):
+    if not cpu_workspace.are_untouched(*modules):
         return None
     return workspace if all(map(cpu_workspace.is_plain_linear, layers)) else None
 

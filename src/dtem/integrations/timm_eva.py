@@ -96,6 +96,7 @@ class MergingEva(Merging, Eva):  # type: ignore[misc]  # looser signatures, for 
         return torch.cat([x, positions.to(x.dtype).expand(x.shape[0], -1, -1)], dim=2)
 
     def _run_blocks(self, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
+        self.dtem.check_blocks(self.blocks, "attn")
         bands = None if self.rope is None else frequency_bands(self.rope, x.device)
         split_block = functools.partial(_split, self.embed_dim, self.num_prefix_tokens, bands)
 
@@ -182,13 +183,28 @@ def _scaled(gamma: Tensor | None, y: Tensor) -> Tensor:
     return y if gamma is None else gamma * y
 
 
+def _check_direct(attn: Any, h: Tensor) -> None:
+    """EVA's attention has biases beside its qkv layer, and reads the weights of both itself."""
+    if not isinstance(attn.qkv.weight, Tensor):
+        raise DtemError("EVA's attention reads the weights of qkv itself: leave attn.qkv out of quantising")
+    if attn.q_bias.is_meta and not h.is_meta:
+        raise DtemError(
+            "EVA's attention is offloaded (accelerate), and its own biases are not loaded while tokens are merged: "
+            "keep the model on its device, or set handle.r = 0"
+        )
+
+
 def _project(attn: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (b, h, n, e)."""
     heads = (attn.num_heads, -1)
     if attn.qkv is None:
         q, k, v = (part(h).unflatten(-1, heads).transpose(1, 2) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
-    bias = None if attn.q_bias is None else torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])
-    qkv = attn.qkv(h) if bias is None else nn.functional.linear(h, attn.qkv.weight, bias)
+    if attn.q_bias is None:
+        qkv = attn.qkv(h)
+    else:
+        _check_direct(attn, h)
+        bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])
+        qkv = nn.functional.linear(h, attn.qkv.weight, bias)
     q, k, v = qkv.unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v

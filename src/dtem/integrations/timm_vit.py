@@ -22,7 +22,7 @@ from dtem.integrations.base import Integration, Merger, linear_weights, run_bloc
 from dtem.integrations.cpu_workspace import CpuWorkspace
 from dtem.integrations.timm_block import attention, has_plain_qkv, last_attention, mlp, workspace_for
 from dtem.methods.affine import find_affine
-from dtem.methods.base import MASKED, full_size
+from dtem.methods.base import MASKED, check_soft_pooling, full_size
 from dtem.models.lvvit import LvVit
 from dtem.types import HostSpec, Tokens
 
@@ -158,6 +158,9 @@ class Merging:
 
     def reset_classifier(self: Any, *args: Any, **kwargs: Any) -> None:
         """As the host's; the pooling may change."""
+        pooling = kwargs.get("global_pool", args[1] if len(args) > 1 else None)
+        if self.dtem.method.soft and pooling is not None:
+            check_soft_pooling(POOLING.get(pooling, ""))
         host: Any = super()
         host.reset_classifier(*args, **kwargs)
         pooling = POOLING["map" if self.attn_pool is not None else self.global_pool]
@@ -237,6 +240,7 @@ class Merging:
 
     def _run_blocks(self: Any, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
         """Run the first `blocks` blocks (None: all). The full grid after each block is added to `grids`."""
+        self.dtem.check_blocks(self.blocks, "attn")
         workspace = cpu_workspace.create(x)
         on_block = None if grids is None else lambda tokens: grids.append(full_grid(tokens, self.num_prefix_tokens))
         return run_blocks(

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtem import integrations
-from dtem.errors import DtemError
+from dtem.errors import DtemError, first_line
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,29 @@ def count(model: nn.Module, image: tuple[int, int, int]) -> Count:
         try:
             with counter:
                 torch.func.functional_call(logits_fn, weights, (x,))
-        except (NotImplementedError, RuntimeError) as error:
-            first = next(iter(str(error).splitlines()), type(error).__name__)
+        except DtemError:
+            raise
+        except Exception as error:  # hooks, and tensors of other packages, raise errors of every kind
             raise DtemError(
-                f"the operations of {type(model).__name__} cannot be counted ({first}); count it, or set a budget, "
-                "before it is quantised, offloaded or wrapped"
+                f"the operations of {type(model).__name__} cannot be counted: {_obstacle(model)} ({first_line(error)})"
             ) from error
     return Count(counter.macs, counter.macs + counter.other)
+
+
+def _obstacle(model: nn.Module) -> str:
+    """The likeliest reason why a model cannot run on tensors without data, and the way out."""
+    before = "count it, or set a budget, before that, or give r as a number or list"
+    modules = list(model.modules())
+    if any(map(integrations.is_fully_sharded, modules)):
+        return f"it is sharded (fully_shard); {before}"
+    if any(hasattr(module, "_hf_hook") for module in modules):
+        return f"it is offloaded or dispatched (accelerate); {before}"
+    hooked = (module for module in modules if module._forward_hooks or module._forward_pre_hooks)
+    if hook := next(hooked, None):
+        return f"a {type(hook).__name__} has a forward hook, which may fail on tensors without data; remove it to count"
+    if replaced := next((module for module in modules if "forward" in module.__dict__), None):
+        return f"a {type(replaced).__name__} has a forward of its own, which may fail on tensors without data"
+    return f"it may be quantised or wrapped; {before}"
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,12 @@ def check_flag(name: str, value: object) -> None:
         raise DtemError(f"{name} = {value!r} must be True or False")
 
 
+def check_soft_pooling(pooling: str) -> None:
+    """Refuse soft mode where the host pools by a maximum (`HostSpec.pooling`)."""
+    if pooling in ("max", "avgmax"):
+        raise DtemError(f"{pooling} pooling has no soft mode: it reads tokens that merging removes")
+
+
 def is_count(value: object) -> bool:
     """Whether `value` is a whole number, 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
