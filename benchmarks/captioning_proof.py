@@ -94,6 +94,7 @@ def learn(args: argparse.Namespace, host: Path, kind: str, seed: int) -> None:
         "workers": 0,
         "save_every": 10,
         "dtype": "bfloat16",
+        "learn": ["embeddings"],
         "loss": KINDS[kind]["loss"],
         "options": KINDS[kind]["options"] | options(args),
     }

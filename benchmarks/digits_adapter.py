@@ -32,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     train, held_out = digits.load()
     settings = {"r": args.train_r, "updates": args.updates, "lr": args.lr, "batch_size": args.batch_size}
-    settings |= {"seed": args.seed, "loss": "distill", "workers": 0, **NO_AUGMENTATION}
+    settings |= {"seed": args.seed, "loss": "distill", "learn": ["embeddings"], "workers": 0, **NO_AUGMENTATION}
     with tempfile.TemporaryDirectory() as folder:
         handle = dtem.train(mnist_vit.create(), train, out=folder, **settings).handle
     handle.r = 16  # the default r of the file

@@ -38,7 +38,7 @@ CROP, IMAGE = (256, 320), (360, 480)
 TRAINED = 319
 """The first so many of 367 images are trained on; the last 48 are held out."""
 RATIOS = ("20%", "30%", "40%", "50%")
-SHARED = {"workers": 0, "batch_size": 8, "scales": (0.6, 1.6), "save_every": 20}
+SHARED = {"learn": ["embeddings"], "workers": 0, "batch_size": 8, "scales": (0.6, 1.6), "save_every": 20}
 HOST = {"mode": "finetune", "method": "tome", "r": "0", "eval_r": "0", "updates": 720, "eval_every": 240}
 HOST |= {"host_lr": 2e-4, "warmup": 30, "dtype": "bfloat16", "weight_decay": 1e-2, "drop_path": 0.0}
 EMBEDDINGS = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import common
 from dtem.measure import record
+from dtem.measure.statistics import Difference
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -285,6 +286,35 @@ def composition(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+PARTS = {"tome": "ToMe", "embeddings": "embeddings", "tome + norms": "ToMe + norms", "both": "embeddings + norms"}
+
+
+def norms(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """What embeddings and norms each bring, paired with ToMe."""
+    table = [["r", "", "top-1 %", "against ToMe (95 %)", "cross-entropy", "against ToMe (95 %)", "KL"]]
+    measured = [row for row in rows if "kl" in row]
+    for row in sorted(measured, key=lambda row: row["r"]):
+        gains = [_interval(row.get(f"{name}_gain"), digits) for name, digits in (("top1", 1), ("cross_entropy", 3))]
+        name = PARTS.get(row["variant"], row["variant"])
+        values = [f"{row['top1']:.1f}", gains[0], f"{row['cross_entropy']:.3f}", gains[1], f"{row['kl']:.4f}"]
+        table.append([str(row["r"]), name, *values])
+    return table
+
+
+def _interval(values: list[float] | None, digits: int) -> str:
+    return "" if values is None else Difference(*values).text(digits)
+
+
+def norms_shift(rows: list[dict[str, Any]], blocks: tuple[int, ...] = (1, 3, 5, 7, 9, 10)) -> list[list[str]]:
+    """Standard deviation of the tokens that the second norm of some blocks reads, by token size."""
+    measured = {row["variant"]: row["spread_by_size"] for row in rows if "spread_by_size" in row}
+    table = [["tokens of size", "", *(f"block {block + 1}" for block in blocks)]]
+    for variant in ("tome", "both"):
+        for label, means in measured[variant].items():
+            table.append([label, PARTS[variant], *(f"{means[block]:.2f}" for block in blocks)])
+    return table
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "adaptive": ("adaptive", adaptive),
     "learned-schedule": ("learned_schedule", learned_schedule),
@@ -306,6 +336,9 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),
     "segmentation": ("segmentation_proof", segmentation),
+    "norms": ("norms_deit_tiny_patch16_224", norms),
+    "norms_augreg": ("norms_vit_tiny_patch16_224", norms),
+    "norms_shift": ("norms_deit_tiny_patch16_224", norms_shift),
     "segmentation-speed": ("segmentation_speed", segmentation_speed),
 }
 
