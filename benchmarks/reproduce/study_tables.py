@@ -156,13 +156,24 @@ def _matrix_table(study: Study, record: Record) -> Table:
     return Table(f"{study.title}, {name}", tuple(columns), tuple(rows), f"{_caption(record)}.{note}".replace("..", "."))
 
 
+def _current_claims(study: Study, record: Record) -> list[dict[str, Any]]:
+    """Claims of the record that the study still makes, with its present words."""
+    return [
+        {**tested, "text": claim.text}
+        for claim in study.at(record.results["scale"]).claims
+        for tested in record.results["claims"]
+        if (list(claim.rows), bool(claim.alike)) == (tested["rows"], tested["alike"])
+        and (not claim.at or tested["rate"] in claim.at)
+    ]
+
+
 def _claims_table(study: Study, record: Record) -> Table | None:
-    claims = record.results["claims"]
+    claims = _current_claims(study, record)
     if not claims:
         return None
     finer = any("loss" in claim["difference"] for claim in claims) and study.metric != "loss"
     name = LABELS.get(study.metric, study.metric)
-    columns = ("the paper says", "here", "at", f"{name} (95 %)", *(["loss (95 %)"] if finer else []), "does it show?")
+    columns = ("statement", "here", "at", f"{name} (95 %)", *(["loss (95 %)"] if finer else []), "does it show?")
     rows = []
     for claim in claims:
         own, other = claim["rows"]
@@ -172,7 +183,7 @@ def _claims_table(study: Study, record: Record) -> Table | None:
             line.append(_difference(between, "loss"))
         rows.append((*line, claim["verdict"]))
     note = "yes and no: the 95 % interval leaves out zero; it is over images and, with more than one, over seeds."
-    return Table("Does the paper's finding show here?", columns, tuple(rows), f"{_caption(record)}. {note}")
+    return Table("Does it show here?", columns, tuple(rows), f"{_caption(record)}. {note}")
 
 
 def _metric_cells(study: Study, row: Mapping[str, Any], metric: str, full: bool) -> Sequence[str]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny_study import setup_of, study
+from tiny_study import SPEC, setup_of, study
 
 from benchmarks.reproduce import cells, image_splits, per_image_outcomes, runner, study_record
 from benchmarks.reproduce.runner import load_results
@@ -184,6 +184,22 @@ def test_verdicts(top1, loss, alike, expected):
 
 def _difference(low, high):
     return {"value": (low + high) / 2, "low": low, "high": high}
+
+
+def test_claims_are_those_that_the_study_makes_now():
+    """A record keeps the claims of its day: those that a study no longer makes are not shown, the others in its words."""
+    (kept, dropped), between = study().small.claims, {"top1": _difference(0.1, 1.0)}
+    tested = [
+        {"text": "of its day", "rows": list(claim.rows), "alike": bool(claim.alike), "rate": "16"}
+        | {"difference": between, "verdict": "yes"}
+        for claim in (kept, dropped)
+    ]
+    about = {"models": ["host"], "training_images": None, "images": 50, "updates": 2, "epochs": None}
+    about |= {"batch": 4, "seeds": [], "dtype": "float32"}
+    results = {"study": "tiny", "scale": "small", "about": about, "missing": [], "rows": [], "claims": tested}
+    now = study(small={**SPEC["small"], "claims": [{"text": "new words", "better": kept.better, "than": kept.than}]})
+    table = next(t for t in study_tables(now, record.collect("reproduce", results)) if "statement" in t.columns)
+    assert [row[0] for row in table.rows] == ["new words"]
 
 
 def test_full_scale_stands_beside_the_paper():
