@@ -16,17 +16,24 @@ from benchmarks.reproduce import image_splits, kendall, per_image_outcomes
 from benchmarks.reproduce.cells import Cell
 from benchmarks.reproduce.specs import CELL_RECORD
 from benchmarks.reproduce.study_setup import StudySetup
+from dtem.data.loader import Loader
 from dtem.data.preprocessing import resolve_data_config
+from dtem.data.sources import open_source
+from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
+from dtem.evaluation.variants import token_prices
 from dtem.handle import Handle
-from dtem.measure import flops, record
+from dtem.measure import flops, record, token_costs
 from dtem.progress import progress_bar
+from dtem.tasks.running import eval_mode, sample
 from dtem.training.loop import open_accelerator
 from dtem.training.processes import Processes
 from dtem.training.task import open_task
 from dtem.training.train import train
 
 RECORD = "record.json"
+COUNTED = 1000
+"""Images whose tokens are counted, for methods that keep another number of tokens in each image."""
 
 Results = dict[str, tuple[Any, dict[str, Any]]]
 """Per-image outcomes and metrics by result key."""
@@ -170,20 +177,28 @@ def _evaluate_task(setup: StudySetup, cell: Cell, handle: Handle, rates: list[st
     handle.model.to(accelerator.device)
     results: Results = {}
     for rate, outcomes in task.evaluate(handle).items():
-        with handle.at(r=rate):
-            count = flops.count(handle.model, handle.host.image)
         images = len(outcomes.captions) if hasattr(outcomes, "captions") else len(outcomes)
-        results[rate] = outcomes, {**task.metrics(outcomes), "macs": count.macs, "paper": count.paper, "images": images}
+        results[rate] = outcomes, {**task.metrics(outcomes), **_cost(setup, handle, rate), "images": images}
     return results
+
+
+def _cost(setup: StudySetup, handle: Handle, rate: str) -> dict[str, float]:
+    """Operations of one image, in both conventions; the mean over images where each has its own number of tokens."""
+    if not handle.method.variable_length:
+        with handle.at(r=rate):
+            return dataclasses.asdict(flops.count(handle.model, handle.host.image))
+    source = sample(open_source(setup.splits["eval"]), COUNTED)
+    loader = Loader(source, eval_transform(resolve_data_config(handle.model)), 50)
+    device = next(handle.model.parameters()).device
+    with handle.at(r=rate, mode="hard"), eval_mode(handle.model):
+        prices = token_prices(handle.method.name, handle)
+        tokens = token_costs.measure_tokens(handle.model, (batch.images.to(device) for batch in loader.epoch(0)))
+    conventions = {"macs": prices.macs, "paper": prices.paper}
+    return {name: token_costs.macs_at(each, tokens, prices.host).mean().item() for name, each in conventions.items()}
 
 
 def _rank_correlations(setup: StudySetup, cell: Cell, handle: Handle) -> tuple[torch.Tensor, dict[str, Any]]:
     """Kendall's τ of the evaluation images, (images, blocks)."""
-    from dtem.data.loader import Loader
-    from dtem.data.sources import open_source
-    from dtem.data.transforms import eval_transform
-    from dtem.tasks.running import sample
-
     source = open_source(setup.splits["eval"])
     if count := setup.study.at(setup.scale).images:
         source = sample(source, count)

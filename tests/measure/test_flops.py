@@ -9,7 +9,7 @@ import timm
 import torch
 
 import dtem
-from benchmarks.reproduce import specs
+from benchmarks.reproduce import cells, specs
 from dtem import schedule
 from dtem.measure import flops
 
@@ -87,6 +87,27 @@ def test_gflops_of_evit_by_the_plans_of_the_modular_study(row: dict[str, str]) -
     patched.r = rates["evit"][f"{row['reduction']} %"]
     gigas = flops.count(patched.model, patched.host.image).paper / 1e9
     assert gigas == pytest.approx(float(row["gflops"]), rel=0.02 if row["model"] == "MAE-L" else 0.01)
+
+
+PRIOR = [
+    ("dynamicvit", "DeiT-S, dynamicvit", "35 %", 3.00),
+    ("dynamicvit", "DeiT-S, dynamicvit", "50 %", 2.25),  # the paper prints 2.5
+    ("evo_vit", "DeiT-S, evo_vit", "35 %", 3.06),
+]
+
+
+@pytest.mark.parametrize(("method", "row", "rate", "gigas"), PRIOR)
+def test_gflops_of_prior_art_by_the_plans_of_the_end_to_end_study(
+    method: str, row: str, rate: str, gigas: float
+) -> None:
+    (plan,) = {
+        cell.rates[rate]
+        for cell in cells.expand(specs.find("end_to_end"), "full")
+        if cell.row == row and rate in cell.rates
+    }
+    patched = handle("DeiT-S", method)
+    patched.r = plan
+    assert flops.count(patched.model, patched.host.image).paper / 1e9 == pytest.approx(gigas, rel=0.01)
 
 
 @pytest.mark.parametrize("row", CAPTIONING, ids=lambda row: "-".join(row[k] for k in ("model", "method", "tokens")))

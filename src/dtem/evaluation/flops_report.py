@@ -20,8 +20,8 @@ from dtem.tables import Report, Table, giga
 
 CONVENTIONS = {
     "macs": "multiply-adds of matrix products and convolutions, as timm prints them",
-    "paper": "as in the paper's tables: macs plus the work of biases, LayerNorm, softmax, GELU and sums; for a Segmenter "
-    "macs without the attention products of its decoder",
+    "paper": "as in the paper's tables: macs plus the work of biases, LayerNorm, softmax, GELU and sums; for a "
+    "Segmenter macs without the attention products of its decoder",
 }
 
 
