@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.reproduce import image_splits, kendall, per_image_outcomes
+from benchmarks.reproduce import image_splits, kendall, per_image_outcomes, search
 from benchmarks.reproduce.cells import Cell
 from benchmarks.reproduce.specs import CELL_RECORD
 from benchmarks.reproduce.study_setup import StudySetup
@@ -51,6 +51,9 @@ def run(setup: StudySetup, cells: Sequence[Cell], command: Sequence[str]) -> boo
     for number, cell in enumerate(cells, 1):
         if load_results(setup, cell) is not None:
             continue
+        if search.is_missing(setup, cell):
+            print(f"left out: {cell.name}: {search.NOT_YET}", file=sys.stderr, flush=True)
+            continue
         with _locked(setup.folder(cell), lock, wait=False) as acquired:
             if not acquired:
                 locked.append(cell)
@@ -67,6 +70,8 @@ def run(setup: StudySetup, cells: Sequence[Cell], command: Sequence[str]) -> boo
 
 def load_results(setup: StudySetup, cell: Cell) -> dict[str, Any] | None:
     """Results of a cell's record; None if there is none, it has another identity, or a result is missing."""
+    if search.is_missing(setup, cell):
+        return None
     results = _recorded(setup, cell)
     if results is None:
         return None
@@ -87,9 +92,9 @@ def result_keys(setup: StudySetup, cell: Cell) -> list[str]:
     """Keys of a cell's results: an r, or the measure with the number of images."""
     study, rates = setup.study, list(dict.fromkeys(cell.rates.values()))
     images = study.at(setup.scale).images
-    if study.measure == "kendall":
+    if setup.measure == "kendall":
         return [f"kendall {images}"]
-    return rates if study.measure == "accuracy" else [f"pictures {images} {rate}" for rate in rates]
+    return rates if setup.measure == "accuracy" else [f"pictures {images} {rate}" for rate in rates]
 
 
 def load_outcomes(setup: StudySetup, cell: Cell, key: str) -> Any:
@@ -99,7 +104,7 @@ def load_outcomes(setup: StudySetup, cell: Cell, key: str) -> Any:
 
 def outcome_kind(setup: StudySetup) -> str:
     """The kind of per-image outcomes: a task, or "numbers" (kendall, pictures)."""
-    return setup.study.task if setup.study.measure == "accuracy" else "numbers"
+    return setup.study.task if setup.measure == "accuracy" else "numbers"
 
 
 def _outcomes_path(setup: StudySetup, cell: Cell, key: str) -> Path:
@@ -155,9 +160,9 @@ def _num_training_images(setup: StudySetup, cell: Cell) -> int | None:
 
 
 def _evaluate(setup: StudySetup, cell: Cell, handle: Handle, keys: list[str]) -> Results:
-    if setup.study.measure == "kendall":
+    if setup.measure == "kendall":
         return dict.fromkeys(keys, _rank_correlations(setup, cell, handle))
-    if setup.study.measure == "accuracy":
+    if setup.measure == "accuracy":
         return _evaluate_task(setup, cell, handle, keys)
     from benchmarks.reproduce import foreground
 

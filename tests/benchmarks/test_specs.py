@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_study import SPEC, study
 
-from benchmarks.reproduce import cells, specs
+from benchmarks.reproduce import cells, search, specs
 from benchmarks.reproduce.specs import SCALES, find, names, parse
 from benchmarks.reproduce.study_setup import StudySetup
 from dtem import methods, schedule
@@ -28,6 +28,8 @@ def test_every_study_can_be_planned(name, scale, tmp_path):
     rows = {cell.row for cell in every}
     dense = spec.task == "segmentation"
     for cell in every:
+        assert not search.is_searched(cell) or search.key_of(cell)
+        cell = search.at(cell, search.GRID[0]) if search.is_searched(cell) else cell
         config = setup.config(dataclasses.replace(cell, trained=False))
         methods.find(cell.method, dense).config_class(**config.options)
         assert config.method == cell.method
