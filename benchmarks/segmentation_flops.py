@@ -32,7 +32,8 @@ def main() -> None:
             handle = dtem.patch(model, method, r=float(ratio))
             count = flops.count(model, IMAGE)
             handle.unpatch()
-        rows.append({"method": method, "ratio": ratio, "macs": count.macs, "paper": count.paper, "printed": printed})
+        row = {"method": method, "ratio": ratio, "macs": count.macs, "paper": count.paper, "printed": printed}
+        rows.append({**row, "decoder_attention": count.macs - count.paper})
     common.save_record("segmentation_flops", rows, args)
 
 
