@@ -18,20 +18,18 @@ Each run lives in a folder of --work; a stopped run resumes, a finished one is n
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import dtem
 from benchmarks import common
 from benchmarks.proof import host
-from benchmarks.reproduce import register_ablations
+from benchmarks.reproduce import image_splits, register_ablations
 from dtem.errors import DtemError
 from dtem.evaluation.classification import evaluate_classifiers
 from dtem.evaluation.compare import comparable_methods, with_costs
@@ -51,8 +49,6 @@ LEARNING_RATES = {
 """Around what is usual for each: fine-tuning, the preset `few`, DiffRate's publication. A factor of five apart."""
 HOST_PART = 0.01
 """Where both learn, the host's learning rate as a part of the other: DynamicViT's publication has this."""
-HELD = 8
-"""One of so many photographs of train is held out in the search."""
 TIMED = 2
 """Updates that an estimate is made from."""
 
@@ -137,20 +133,8 @@ def parse() -> argparse.Namespace:
 
 def deal(data: Path, images: Path) -> None:
     """Folders of links: all training images, and those of a search with its held-out part."""
-    if images.exists():
-        return
-    beside = images.with_suffix(".part")
-    shutil.rmtree(beside, ignore_errors=True)
     files, extra = (sorted(file for file in (data / name).glob("*/*") if file.is_file()) for name in ("train", "extra"))
-    order = np.random.default_rng(0).permutation(len(files))
-    held = {files[index] for index in order[: max(2, len(files) // HELD)]}
-    parts = {"all": files + extra, "held": sorted(held), "search": [f for f in files if f not in held] + extra}
-    for part, chosen in parts.items():
-        for file in chosen:
-            link = beside / part / file.parent.name / file.name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(file.resolve())
-    beside.rename(images)
+    image_splits.link_parts(image_splits.hold_out(files, extra), images)
 
 
 def budgets_of(args: argparse.Namespace, name: str) -> list[float]:

@@ -167,6 +167,25 @@ def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def segmentation_flops(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """ToMe and DTEM side by side."""
+    table = [["r", "MACs, ToMe", "ToMe, paper", "ToMe, counted", "MACs, DTEM", "DTEM, paper", "DTEM, counted"]]
+    by_ratio: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_ratio.setdefault(row["ratio"] or "0", {})[row["method"]] = row
+    for ratio, methods in by_ratio.items():
+        line = [f"{100 * float(ratio):.0f} %" if float(ratio) else "0"]
+        for name in ("tome", "dtem"):
+            row = methods.get(name) or (methods.get("unmerged") if name == "tome" else None)
+            line += ["", "", ""] if row is None else _segmenter_gflops(row)
+        table.append(line)
+    return table
+
+
+def _segmenter_gflops(row: dict[str, Any]) -> list[str]:
+    return [f"{row['macs'] / 1e9:.2f}", f"{row['printed']:.2f}", f"{row['paper'] / 1e9:.2f}"]
+
+
 def segmentation_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["image", "tokens", "batch", "ratio", "method", "unmerged", "merged", "MACs ratio", "speed-up"]]
     for row in rows:
@@ -339,6 +358,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "norms": ("norms_deit_tiny_patch16_224", norms),
     "norms_augreg": ("norms_vit_tiny_patch16_224", norms),
     "norms_shift": ("norms_deit_tiny_patch16_224", norms_shift),
+    "segmentation-flops": ("segmentation_flops", segmentation_flops),
     "segmentation-speed": ("segmentation_speed", segmentation_speed),
 }
 

@@ -6,6 +6,8 @@ image_splits.py        training and evaluation images: class folders, random sub
 study_setup.py         model, data and training config of each cell, and where its files are
 runner.py              trains and evaluates the cells that have no result yet
 per_image_outcomes.py  outcomes of a cell image by image, and paired comparison over seeds
+search.py              search of a learning rate on held-out training images
+speed.py               operations and time of a study's model with random weights
 kendall.py             rank correlation of similarities by keys and by embeddings
 foreground.py          share of remaining tokens on the foreground, and pictures of merged patches
 study_record.py        all cells of a study as one record

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.reproduce import cells, register_ablations, specs
+from benchmarks.reproduce import cells, register_ablations, search, specs
 from benchmarks.reproduce.specs import SCALES, Study
 from dtem.errors import DtemError
 from dtem.tables import Table, render
 
 if TYPE_CHECKING:
     from benchmarks.reproduce.study_setup import StudySetup
+    from dtem.measure.record import Record
 
 EXAMPLES = """\
 examples:
@@ -46,6 +47,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("name", metavar="NAME", nargs="?", help="name of the study")
     add("--list", action="store_true", help="list all studies with their requirements and costs")
+    add(
+        "--search",
+        action="store_true",
+        help="search the learning rate of the rows (seed 0) on held-out training images",
+    )
     add("--plan", action="store_true", help="print the cells and which are finished; run nothing")
     add("--scale", choices=SCALES, default="small", help="default %(default)s")
     add("--data", metavar="SPEC", help="folder with train and val (class folders); captions.json; ade20k:DIR")
@@ -93,6 +99,8 @@ def _run(args: argparse.Namespace, command: list[str]) -> int:
         torch.set_num_threads(args.threads)
     register_ablations()
     study = specs.find(args.name)
+    if study.at(args.scale).measure == "speed" and (args.plan or args.search):
+        raise DtemError(f"{study.name} at {args.scale} scale has no cells to train: leave --plan and --search out")
     every = cells.expand(study, args.scale, parse_seeds(args.seeds))
     chosen = cells.matching(every, args.only)
     setup = make_setup(
@@ -108,6 +116,14 @@ def _run(args: argparse.Namespace, command: list[str]) -> int:
     if args.plan:
         _print(args.json, *plan(setup, chosen))
         return 0
+    if args.search:
+        _print(args.json, *search.search(setup, chosen))
+        return 0
+    if setup.measure == "speed":
+        from benchmarks.reproduce import speed
+
+        _print(args.json, *write_record(setup, speed.collect(setup, every, command), args.out))
+        return 0
     from benchmarks.reproduce import runner
 
     if runner.run(setup, chosen, command):
@@ -120,7 +136,10 @@ def list_studies() -> tuple[list[dict[str, Any]], Table]:
     rows, document = [], []
     for name in specs.names():
         study = specs.find(name)
-        trainings = {scale: sum(cell.trained for cell in cells.expand(study, scale)) for scale in SCALES}
+        trainings = {
+            scale: sum(cell.trained for cell in cells.expand(study, scale)) * (study.at(scale).measure != "speed")
+            for scale in SCALES
+        }
         scales = {scale: {"needs": study.at(scale).needs, "cost": study.at(scale).cost} for scale in SCALES}
         document.append({"name": name, "title": study.title, "trainings": trainings, **scales})
         full, small = study.full, study.small
@@ -158,7 +177,9 @@ def make_setup(
     from dtem.cli.parser import image_size
 
     small = scale == "small"
-    if data is None:
+    if study.at(scale).measure == "speed":
+        data = data or ""
+    elif data is None:
         if not small:
             raise DtemError(f"--scale full needs {study.full.needs or 'images'}: give them with --data")
         if study.task != "classification":
@@ -193,10 +214,12 @@ def plan(setup: "StudySetup", chosen: Sequence[cells.Cell]) -> tuple[dict[str, A
     rows, document, unfinished = [], [], set()
     for cell in chosen:
         finished = runner.load_results(setup, cell) is not None
-        folder = setup.folder(cell).name
+        searched = not search.is_missing(setup, cell)
+        folder = setup.folder(cell).name if searched else ""
         if cell.trained and not finished:
-            unfinished.add(folder)
+            unfinished.add(folder or cell.name)
         state = "finished" if finished else "to train" if cell.trained else "to evaluate"
+        state = state if searched else "to search"
         document.append({"cell": cell.name, "folder": folder, "trained": cell.trained, "state": state})
         rows.append((cell.name, cell.method, ", ".join(cell.rates.values()), state, folder))
     seconds = runner.median_seconds(setup.work)
@@ -212,22 +235,28 @@ def summarise(
     setup: "StudySetup", every: Sequence[cells.Cell], command: Sequence[str], out: Path | None = None
 ) -> tuple[Any, ...]:
     """Write record and plot of all finished cells; returns the results as JSON, then tables and notes."""
-    from benchmarks.reproduce import foreground, study_plots, study_record
+    from benchmarks.reproduce import foreground, study_record
+
+    parts = write_record(setup, study_record.collect(setup, every, command), out)
+    if setup.measure == "pictures":
+        paths = foreground.draw_pictures(setup, every, setup.work / setup.study.name / setup.scale / "pictures")
+        parts = *parts, f"pictures: {paths[0].parent}"
+    return parts
+
+
+def write_record(setup: "StudySetup", collected: "Record", out: Path | None = None) -> tuple[Any, ...]:
+    """Write a study's record and its plot; returns the results as JSON, then tables and notes."""
+    from benchmarks.reproduce import study_plots, study_record
     from benchmarks.reproduce.study_tables import study_tables
     from dtem.files import write_file
     from dtem.measure import record
 
-    collected = study_record.collect(setup, every, command)
     folder = setup.work / setup.study.name / setup.scale
     path = record.save(collected, study_record.record_path(folder, setup.study.name, setup.scale))
     write_file(path.with_suffix(".svg"), study_plots.draw(setup.study, collected))
     if out is not None:
         record.save(collected, out / path.name)
-    notes = [f"record and plot: {folder}"]
-    if setup.study.measure == "pictures":
-        paths = foreground.draw_pictures(setup, every, folder / "pictures")
-        notes.append(f"pictures: {paths[0].parent}")
-    return collected.results, *study_tables(setup.study, collected), *notes
+    return collected.results, *study_tables(setup.study, collected), f"record and plot: {folder}"
 
 
 def _print(as_json: bool, document: object, *parts: Table | str) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dtem.errors import DtemError
@@ -19,6 +19,8 @@ SPLITS = {
     "segmentation": {"train": "{data}#training", "eval": "{data}#validation"},
 }
 """Data specs by task, with {data} for --data; a study may have its own."""
+HELD = 8
+"""One of so many training images is held out in a search."""
 EXTRA = "extra"
 """A folder beside train with more training images."""
 
@@ -101,6 +103,30 @@ def file_digest(path: str) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DtemError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def hold_out(files: Sequence[Path], extra: Sequence[Path] = ()) -> dict[str, list[Path]]:
+    """``all`` images, and those of a search: one in `HELD` of `files` is ``held`` out, ``search`` has the others."""
+    import numpy as np
+
+    order = np.random.default_rng(0).permutation(len(files))
+    held = {files[index] for index in order[: max(2, len(files) // HELD)]}
+    rest = [file for file in files if file not in held]
+    return {"all": [*files, *extra], "held": sorted(held), "search": [*rest, *extra]}
+
+
+def link_parts(parts: Mapping[str, Sequence[Path]], folder: Path) -> Path:
+    """A folder of links for each part of some class folders. Each part has all classes, in the same order therefore."""
+    classes = sorted({file.parent.name for files in parts.values() for file in files})
+
+    def write(target: Path) -> None:
+        for part, files in parts.items():
+            for name in classes:
+                (target / part / name).mkdir(parents=True)
+            for file in files:
+                (target / part / file.parent.name / file.name).symlink_to(file.resolve())
+
+    return _make_folder(folder, write)
 
 
 def _hash(names: Iterable[str]) -> str:

@@ -12,21 +12,28 @@ from typing import Any
 
 import torch
 
-from benchmarks.reproduce import image_splits, kendall, per_image_outcomes
+from benchmarks.reproduce import image_splits, kendall, per_image_outcomes, search
 from benchmarks.reproduce.cells import Cell
 from benchmarks.reproduce.specs import CELL_RECORD
 from benchmarks.reproduce.study_setup import StudySetup
+from dtem.data.loader import Loader
 from dtem.data.preprocessing import resolve_data_config
+from dtem.data.sources import open_source
+from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
+from dtem.evaluation.variants import token_prices
 from dtem.handle import Handle
-from dtem.measure import flops, record
+from dtem.measure import flops, record, token_costs
 from dtem.progress import progress_bar
+from dtem.tasks.running import eval_mode, sample
 from dtem.training.loop import open_accelerator
 from dtem.training.processes import Processes
 from dtem.training.task import open_task
 from dtem.training.train import train
 
 RECORD = "record.json"
+COUNTED = 1000
+"""Images whose tokens are counted, for methods that keep another number of tokens in each image."""
 
 Results = dict[str, tuple[Any, dict[str, Any]]]
 """Per-image outcomes and metrics by result key."""
@@ -44,6 +51,9 @@ def run(setup: StudySetup, cells: Sequence[Cell], command: Sequence[str]) -> boo
     for number, cell in enumerate(cells, 1):
         if load_results(setup, cell) is not None:
             continue
+        if search.is_missing(setup, cell):
+            print(f"left out: {cell.name}: {search.NOT_YET}", file=sys.stderr, flush=True)
+            continue
         with _locked(setup.folder(cell), lock, wait=False) as acquired:
             if not acquired:
                 locked.append(cell)
@@ -60,6 +70,8 @@ def run(setup: StudySetup, cells: Sequence[Cell], command: Sequence[str]) -> boo
 
 def load_results(setup: StudySetup, cell: Cell) -> dict[str, Any] | None:
     """Results of a cell's record; None if there is none, it has another identity, or a result is missing."""
+    if search.is_missing(setup, cell):
+        return None
     results = _recorded(setup, cell)
     if results is None:
         return None
@@ -80,9 +92,9 @@ def result_keys(setup: StudySetup, cell: Cell) -> list[str]:
     """Keys of a cell's results: an r, or the measure with the number of images."""
     study, rates = setup.study, list(dict.fromkeys(cell.rates.values()))
     images = study.at(setup.scale).images
-    if study.measure == "kendall":
+    if setup.measure == "kendall":
         return [f"kendall {images}"]
-    return rates if study.measure == "accuracy" else [f"pictures {images} {rate}" for rate in rates]
+    return rates if setup.measure == "accuracy" else [f"pictures {images} {rate}" for rate in rates]
 
 
 def load_outcomes(setup: StudySetup, cell: Cell, key: str) -> Any:
@@ -92,7 +104,7 @@ def load_outcomes(setup: StudySetup, cell: Cell, key: str) -> Any:
 
 def outcome_kind(setup: StudySetup) -> str:
     """The kind of per-image outcomes: a task, or "numbers" (kendall, pictures)."""
-    return setup.study.task if setup.study.measure == "accuracy" else "numbers"
+    return setup.study.task if setup.measure == "accuracy" else "numbers"
 
 
 def _outcomes_path(setup: StudySetup, cell: Cell, key: str) -> Path:
@@ -148,9 +160,9 @@ def _num_training_images(setup: StudySetup, cell: Cell) -> int | None:
 
 
 def _evaluate(setup: StudySetup, cell: Cell, handle: Handle, keys: list[str]) -> Results:
-    if setup.study.measure == "kendall":
+    if setup.measure == "kendall":
         return dict.fromkeys(keys, _rank_correlations(setup, cell, handle))
-    if setup.study.measure == "accuracy":
+    if setup.measure == "accuracy":
         return _evaluate_task(setup, cell, handle, keys)
     from benchmarks.reproduce import foreground
 
@@ -170,20 +182,28 @@ def _evaluate_task(setup: StudySetup, cell: Cell, handle: Handle, rates: list[st
     handle.model.to(accelerator.device)
     results: Results = {}
     for rate, outcomes in task.evaluate(handle).items():
-        with handle.at(r=rate):
-            count = flops.count(handle.model, handle.host.image)
         images = len(outcomes.captions) if hasattr(outcomes, "captions") else len(outcomes)
-        results[rate] = outcomes, {**task.metrics(outcomes), "macs": count.macs, "paper": count.paper, "images": images}
+        results[rate] = outcomes, {**task.metrics(outcomes), **_cost(setup, handle, rate), "images": images}
     return results
+
+
+def _cost(setup: StudySetup, handle: Handle, rate: str) -> dict[str, float]:
+    """Operations of one image, in both conventions; the mean over images where each has its own number of tokens."""
+    if not handle.method.variable_length:
+        with handle.at(r=rate):
+            return dataclasses.asdict(flops.count(handle.model, handle.host.image))
+    source = sample(open_source(setup.splits["eval"]), COUNTED)
+    loader = Loader(source, eval_transform(resolve_data_config(handle.model)), 50)
+    device = next(handle.model.parameters()).device
+    with handle.at(r=rate, mode="hard"), eval_mode(handle.model):
+        prices = token_prices(handle.method.name, handle)
+        tokens = token_costs.measure_tokens(handle.model, (batch.images.to(device) for batch in loader.epoch(0)))
+    conventions = {"macs": prices.macs, "paper": prices.paper}
+    return {name: token_costs.macs_at(each, tokens, prices.host).mean().item() for name, each in conventions.items()}
 
 
 def _rank_correlations(setup: StudySetup, cell: Cell, handle: Handle) -> tuple[torch.Tensor, dict[str, Any]]:
     """Kendall's τ of the evaluation images, (images, blocks)."""
-    from dtem.data.loader import Loader
-    from dtem.data.sources import open_source
-    from dtem.data.transforms import eval_transform
-    from dtem.tasks.running import sample
-
     source = open_source(setup.splits["eval"])
     if count := setup.study.at(setup.scale).images:
         source = sample(source, count)

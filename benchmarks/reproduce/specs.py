@@ -16,7 +16,7 @@ from dtem.files import read_yaml
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
 SCALES = ("small", "full")
 TASKS = ("classification", "segmentation", "captioning")
-MEASURES = ("accuracy", "kendall", "pictures")
+MEASURES = ("accuracy", "kendall", "pictures", "speed")
 LAYOUTS = ("long", "matrix")
 STUDY_RECORD, CELL_RECORD = "reproduce", "reproduce-cell"
 """Kinds of records: of a study, and of one of its cells."""
@@ -69,6 +69,8 @@ class Scale:
     splits: dict[str, str] = dataclasses.field(default_factory=dict)
     """Data specs of training (``train``) and evaluation images (``eval``), with {data} for --data."""
     claims: tuple[Claim, ...] = ()
+    measure: str = "accuracy"
+    """accuracy, kendall (rank correlations), pictures, or speed (counted and timed with random weights)."""
     images: int = 0
     """Number of evaluation images (kendall, pictures); 0: all."""
     needs: str = ""
@@ -106,7 +108,6 @@ class Study:
     small: Scale
     paper: Paper
     task: str = "classification"
-    measure: str = "accuracy"
     metric: str = "top1"
     """The main metric of tables and plots."""
     reference: str = "tome"
@@ -154,7 +155,7 @@ def parse(name: str, content: Any) -> Study:
     scales: dict[str, Any] = {scale: _scale(scale, {**common, **(content.get(scale) or {})}) for scale in SCALES}
     texts: dict[str, Any] = {key: str(value) for key, value in content.items() if key in own}
     study = Study(name=name, paper=_paper(content.get("paper") or {}), **scales, **texts)
-    for value, allowed in ((study.task, TASKS), (study.measure, MEASURES), (study.layout, LAYOUTS)):
+    for value, allowed in ((study.task, TASKS), (study.layout, LAYOUTS)):
         if value not in allowed:
             raise DtemError(f"{value!r} is not known; choose one of: {', '.join(allowed)}")
     return study
@@ -175,6 +176,8 @@ def _scale(name: str, content: Mapping[str, Any]) -> Scale:
         if not isinstance(options, list) or not options:
             raise DtemError(f"{name}: sweep {key} = {options!r} must be a list of values")
     values["seeds"] = tuple(values.get("seeds", (0,)))
+    if (measure := values.get("measure", "accuracy")) not in MEASURES:
+        raise DtemError(f"{measure!r} is not known; choose one of: {', '.join(MEASURES)}")
     values["claims"] = tuple(_claim(claim) for claim in values.get("claims") or ())
     return Scale(**values)
 

@@ -18,9 +18,10 @@ def draw(study: Study, record: Record, form: str = "svg") -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    metrics = [study.metric]
+    measure = study.at(record.results["scale"]).measure
+    metrics = ["speedup" if measure == "speed" else study.metric]
     second = SECOND.get(study.task)
-    if study.measure == "accuracy" and second == "cross_entropy":
+    if measure == "accuracy" and second == "cross_entropy":
         metrics.append(second)
     figure = Figure(figsize=(5.2 * len(metrics), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -53,7 +54,7 @@ def _panel(study: Study, results: Mapping[str, Any], metric: str, axes: Any) -> 
         positive = [x for x in numbers if x > 0]
         if len(positive) == len(numbers) and max(positive) > 8 * min(positive):
             axes.set_xscale("log")
-    x_labels = {"gflops": "GFLOPs (MACs)", "rate": "blocks" if study.measure == "kendall" else "r"}
+    x_labels = {"gflops": "GFLOPs (MACs)", "rate": "blocks" if study.metric == "kendall" else "r"}
     axes.set(xlabel=x_labels.get(study.axis, study.axis), ylabel=LABELS.get(metric, metric))
     axes.grid(alpha=0.3)
     if len(lines) > 1:

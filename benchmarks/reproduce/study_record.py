@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reproduce import image_splits, per_image_outcomes, runner
+from benchmarks.reproduce import image_splits, per_image_outcomes, runner, search
 from benchmarks.reproduce.cells import Cell
 from benchmarks.reproduce.specs import STUDY_RECORD, Claim
 from benchmarks.reproduce.study_setup import StudySetup
@@ -62,9 +62,9 @@ def record_path(folder: Path, study: str, scale: str) -> Path:
 
 
 def _results_by_rate(setup: StudySetup, cell: Cell, results: dict[str, Any]) -> list[CellResult]:
-    if setup.study.measure == "kendall":
+    if setup.measure == "kendall":
         return _results_by_blocks(setup, cell)
-    keys = runner.result_keys(setup, cell) if setup.study.measure == "pictures" else list(cell.rates.values())
+    keys = runner.result_keys(setup, cell) if setup.measure == "pictures" else list(cell.rates.values())
     return [
         CellResult(cell, label, results["rates"][key], runner.load_outcomes(setup, cell, key))
         for label, key in zip(cell.rates, keys, strict=True)
@@ -86,7 +86,7 @@ def _results_by_blocks(setup: StudySetup, cell: Cell) -> list[CellResult]:
 def _about(setup: StudySetup, cells: Sequence[Cell], groups: Groups) -> dict[str, Any]:
     """What the numbers were measured on, for table captions."""
     trained = [cell for cell in cells if cell.trained]
-    first = (trained or list(cells))[0]
+    first = next((cell for cell in trained if not search.is_missing(setup, cell)), cells[0])
     config, train_data = setup.config(first), setup.training_images(dataclasses.replace(first, fraction=1.0))
     counted = os.path.isdir(train_data) and setup.study.task == "classification"
     models = sorted({str(setup.model_of(cell)["name"]) for cell in cells})
@@ -115,12 +115,25 @@ def _row(setup: StudySetup, key: tuple[str, str], groups: Groups) -> dict[str, A
         "r": cell.rates[key[1]],
         "trained": cell.trained,
         "settings": {**cell.settings, "fraction": cell.fraction} if cell.trained else {},
+        "training": _training(setup, cell) if cell.trained else None,
         "seeds": [result.cell.seed for result in results],
         "metrics": {name: sum(result.metrics[name] for result in results) / len(results) for name in metrics},
         "by_seed": {
             name: [result.metrics[name] for result in results] for name in metrics if name not in ("macs", "paper")
         },
         "against_reference": _compare(setup, groups[reference], results) if compared else None,
+    }
+
+
+def _training(setup: StudySetup, cell: Cell) -> dict[str, Any]:
+    """How long, from what and at which learning rate the row was trained."""
+    config = setup.config(cell)
+    return {
+        "updates": config.updates or None,
+        "epochs": None if config.updates else config.epochs,
+        "batch": config.batch_size,
+        "loss": config.loss,
+        "lr": config.host_lr if config.mode == "finetune" else config.lr,
     }
 
 

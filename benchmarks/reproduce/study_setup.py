@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 import dtem
-from benchmarks.reproduce import image_splits
+from benchmarks.reproduce import image_splits, search
 from benchmarks.reproduce.cells import Cell
 from benchmarks.reproduce.specs import Study, Values
 from dtem import methods
@@ -51,6 +51,11 @@ class StudySetup:
     create: Callable[..., nn.Module] = dtem.create_model
 
     @property
+    def measure(self) -> str:
+        """What is measured, of `specs.MEASURES`."""
+        return self.study.at(self.scale).measure
+
+    @property
     def splits(self) -> dict[str, str]:
         """Data specs of the training and the evaluation images."""
         specs = {**image_splits.SPLITS[self.study.task], **self.study.at(self.scale).splits}
@@ -67,7 +72,8 @@ class StudySetup:
         return image_splits.training_images(train, cell.fraction, cell.seed, self.work)
 
     def config(self, cell: Cell) -> TrainConfig:
-        """The cell's training config."""
+        """The cell's training config; a learning rate that is searched is the one that was found."""
+        cell = search.resolve(self, cell)
         known = TrainConfig().to_dict().keys()
         merged = {**cell.settings, **self.overrides}
         settings = {name: value for name, value in merged.items() if name in known}

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.reproduce.specs import Study
 from dtem.measure.record import Record
-from dtem.tables import Table
+from dtem.tables import Table, spread
 
 LABELS = {
     "top1": "top-1 %",
@@ -20,6 +20,7 @@ LABELS = {
     "kendall": "Kendall's τ",
     "foreground": "tokens on the object, %",
     "gflops": "GFLOPs",
+    "speedup": "speed-up",
 }
 DIGITS = {"cross_entropy": 4, "loss": 4, "kendall": 3, "gflops": 2, "CIDEr": 1, "BLEU-4": 1, "METEOR": 1, "SPICE": 1}
 SECOND = {"classification": "cross_entropy", "captioning": "loss", "segmentation": "pixel_accuracy"}
@@ -35,6 +36,8 @@ def as_markdown(table: Table) -> str:
 
 def study_tables(study: Study, record: Record) -> list[Table]:
     """All tables of a study's record."""
+    if study.at(record.results["scale"]).measure == "speed":
+        return [_speed_table(study, record)]
     tables = [_matrix_table(study, record) if study.layout == "matrix" else _long_table(study, record)]
     if claims := _claims_table(study, record):
         tables.append(claims)
@@ -65,9 +68,11 @@ def _caption(record: Record) -> str:
     about: Mapping[str, Any] = results["about"]
     parts = [f"{results['scale'].capitalize()} scale: {', '.join(about['models'])}"]
     if about["seeds"]:
-        length = f"{about['updates']:,} updates" if about["updates"] else f"{about['epochs']:g} epochs"
+        length = f"{_length(about)} of {about['batch']}"
+        if _trainings_differ(results):
+            length = "as the rows say"
         images = f" from {about['training_images']:,} images" if about["training_images"] else ""
-        parts.append(f"trained for {length} of {about['batch']}{images}")
+        parts.append(f"trained {'' if _trainings_differ(results) else 'for '}{length}{images}")
         seeds = ", ".join(map(str, about["seeds"]))
         parts.append(f"seed{'s' if len(about['seeds']) > 1 else ''} {seeds}")
     if about["images"]:
@@ -81,25 +86,59 @@ def _caption(record: Record) -> str:
     return f"{text} {where}, commit {(record.commit or 'unknown')[:7]}"
 
 
+def _length(training: Mapping[str, Any]) -> str:
+    return f"{training['updates']:,} updates" if training["updates"] else f"{training['epochs']:g} epochs"
+
+
+def _trainings(results: Mapping[str, Any]) -> dict[str, str]:
+    """How each row was trained, by row; old records do not say."""
+    texts = {}
+    for row in results["rows"]:
+        if training := row.get("training"):
+            texts[row["row"]] = f"{_length(training)} of {training['batch']}, {training['loss']}, lr {training['lr']:g}"
+    return texts
+
+
+def _trainings_differ(results: Mapping[str, Any]) -> bool:
+    return len(set(_trainings(results).values())) > 1
+
+
+def _speed_table(study: Study, record: Record) -> Table:
+    """Counted and timed, with random weights."""
+    rows = []
+    for row in record.results["rows"]:
+        metrics, ratio = row["metrics"], row["spread"]
+        costs = (f"{metrics['macs'] / 1e9:.2f}", f"{metrics['paper'] / 1e9:.2f}", f"{metrics['milliseconds']:.0f} ms")
+        rows.append((row["row"], row["rate"], *costs, spread(ratio["median"], ratio["low"], ratio["high"])))
+    columns = ("", "r", "GFLOPs (MACs)", "as the paper counts", "time of a batch", "speed-up (quartiles)")
+    machine = f"{record.machine['cpu']}, {record.machine['threads']} threads"
+    text = f"Random weights: timing and counting only. {_caption(record)}, {machine}"
+    return Table(study.title, columns, tuple(rows), text)
+
+
 def _long_table(study: Study, record: Record) -> Table:
     """One line per row and rate."""
     results = record.results
     name, other = LABELS.get(study.metric, study.metric), SECOND.get(study.task, "")
-    if study.measure != "accuracy":
+    measure = study.at(results["scale"]).measure
+    if measure != "accuracy":
         other = ""
-    first = "blocks" if study.measure == "kendall" else "r"
+    first = "blocks" if measure == "kendall" else "r"
     full = results["scale"] == "full"
     columns = ["", first, *([f"{name}: paper", "measured", "difference"] if full else [name]), "by seed"]
     if other:
         columns.append(LABELS.get(other, other))
     columns += [f"against {study.reference} (95 %)"]
-    counted = study.measure == "accuracy"
+    counted = measure == "accuracy"
     if counted:
         columns += ["GFLOPs"] if not full else ["GFLOPs: paper", "counted as the paper does"]
+    trainings = _trainings(results)
+    if differ := _trainings_differ(results):
+        columns.append("training")
     rows = []
     for row in results["rows"]:
         rate = row["rate"] if not row["rate"] or row["rate"] == row["r"] else f"{row['rate']} (r = {row['r']})"
-        line = [row["row"], rate if study.measure != "kendall" else row["rate"]]
+        line = [row["row"], rate if measure != "kendall" else row["rate"]]
         line += _metric_cells(study, row, study.metric, full)
         seeds = row["by_seed"][study.metric]
         line.append(", ".join(_number(study.metric, value) for value in seeds) if len(seeds) > 1 else "")
@@ -112,6 +151,8 @@ def _long_table(study: Study, record: Record) -> Table:
                 line += ["" if printed is None else f"{printed:g}", f"{row['metrics']['paper'] / 1e9:.2f}"]
             else:
                 line.append(f"{row['metrics']['macs'] / 1e9:.3g}")
+        if differ:
+            line.append(trainings.get(row["row"], ""))
         rows.append(tuple(line))
     if full:
         rows += _unmeasured_rows(study, results, len(columns))
@@ -156,13 +197,24 @@ def _matrix_table(study: Study, record: Record) -> Table:
     return Table(f"{study.title}, {name}", tuple(columns), tuple(rows), f"{_caption(record)}.{note}".replace("..", "."))
 
 
+def _current_claims(study: Study, record: Record) -> list[dict[str, Any]]:
+    """Claims of the record that the study still makes, with its present words."""
+    return [
+        {**tested, "text": claim.text}
+        for claim in study.at(record.results["scale"]).claims
+        for tested in record.results["claims"]
+        if (list(claim.rows), bool(claim.alike)) == (tested["rows"], tested["alike"])
+        and (not claim.at or tested["rate"] in claim.at)
+    ]
+
+
 def _claims_table(study: Study, record: Record) -> Table | None:
-    claims = record.results["claims"]
+    claims = _current_claims(study, record)
     if not claims:
         return None
     finer = any("loss" in claim["difference"] for claim in claims) and study.metric != "loss"
     name = LABELS.get(study.metric, study.metric)
-    columns = ("the paper says", "here", "at", f"{name} (95 %)", *(["loss (95 %)"] if finer else []), "does it show?")
+    columns = ("statement", "here", "at", f"{name} (95 %)", *(["loss (95 %)"] if finer else []), "does it show?")
     rows = []
     for claim in claims:
         own, other = claim["rows"]
@@ -172,7 +224,7 @@ def _claims_table(study: Study, record: Record) -> Table | None:
             line.append(_difference(between, "loss"))
         rows.append((*line, claim["verdict"]))
     note = "yes and no: the 95 % interval leaves out zero; it is over images and, with more than one, over seeds."
-    return Table("Does the paper's finding show here?", columns, tuple(rows), f"{_caption(record)}. {note}")
+    return Table("Does it show here?", columns, tuple(rows), f"{_caption(record)}. {note}")
 
 
 def _metric_cells(study: Study, row: Mapping[str, Any], metric: str, full: bool) -> Sequence[str]:

@@ -4,14 +4,16 @@ import dataclasses
 import json
 
 import pytest
+import timm
 import torch
-from tiny_study import setup_of, study
+from tiny_study import SPEC, setup_of, study
 
+import dtem
 from benchmarks.reproduce import cells, image_splits, per_image_outcomes, runner, study_record
 from benchmarks.reproduce.runner import load_results
 from benchmarks.reproduce.study_tables import as_markdown, study_tables
 from dtem.errors import DtemError
-from dtem.measure import record
+from dtem.measure import flops, record
 from dtem.tasks.classification.outcomes import Outcomes
 
 
@@ -55,6 +57,31 @@ def test_a_study_from_beginning_to_table(setup, photographs, counted):
     assert load_results(changed, cell) is None
     runner.run(changed, [cell], ["dtem"])
     assert len(set(counted)) == 3, "other settings are another cell"
+
+
+def tiny_vit():
+    shape = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
+    return timm.create_model("deit_tiny_patch16_224", **shape).eval()
+
+
+def test_a_method_that_keeps_another_number_of_tokens_in_each_image_costs_their_mean(photographs, tmp_path):
+    plan = "0/0/0/1/1/1/1/1/1/1/1/1"
+    ats = {"method": "ats", "mode": "finetune", "trim": True, "r": plan, "rates": {"16": plan}}
+    small = {"preset": "few", "cells": {"ats": ats}, "seeds": [0]}
+    spec = study(small=small, baselines=["unmerged"], settings={"batch_size": 4, "updates": 1, "workers": 0}, paper={})
+
+    def create(name, **_):
+        return tiny_vit()
+
+    setup = dataclasses.replace(setup_of(spec, photographs, tmp_path), create=create)
+    runner.run(setup, cells.expand(spec, "small"), ["dtem"])
+    rows = {
+        row["row"]: row["metrics"]
+        for row in study_record.collect(setup, cells.expand(spec, "small"), []).results["rows"]
+    }
+    padded = flops.count(dtem.patch(tiny_vit(), "ats", r=plan).model, (3, 32, 32))
+    assert rows["ats"]["macs"] < padded.macs
+    assert rows["ats"]["macs"] < rows["ats"]["paper"] < padded.paper
 
 
 def test_a_record_of_other_settings_is_not_taken(setup):
@@ -184,6 +211,22 @@ def test_verdicts(top1, loss, alike, expected):
 
 def _difference(low, high):
     return {"value": (low + high) / 2, "low": low, "high": high}
+
+
+def test_claims_are_those_that_the_study_makes_now():
+    """A record keeps the claims of its day: what a study no longer states is not shown, the rest in its words."""
+    (kept, dropped), between = study().small.claims, {"top1": _difference(0.1, 1.0)}
+    tested = [
+        {"text": "of its day", "rows": list(claim.rows), "alike": bool(claim.alike), "rate": "16"}
+        | {"difference": between, "verdict": "yes"}
+        for claim in (kept, dropped)
+    ]
+    about = {"models": ["host"], "training_images": None, "images": 50, "updates": 2, "epochs": None}
+    about |= {"batch": 4, "seeds": [], "dtype": "float32"}
+    results = {"study": "tiny", "scale": "small", "about": about, "missing": [], "rows": [], "claims": tested}
+    now = study(small={**SPEC["small"], "claims": [{"text": "new words", "better": kept.better, "than": kept.than}]})
+    table = next(t for t in study_tables(now, record.collect("reproduce", results)) if "statement" in t.columns)
+    assert [row[0] for row in table.rows] == ["new words"]
 
 
 def test_full_scale_stands_beside_the_paper():

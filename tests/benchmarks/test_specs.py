@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_study import SPEC, study
 
-from benchmarks.reproduce import cells, specs
+from benchmarks.reproduce import cells, search, specs
 from benchmarks.reproduce.specs import SCALES, find, names, parse
 from benchmarks.reproduce.study_setup import StudySetup
-from dtem import methods
+from dtem import methods, schedule
 from dtem.errors import DtemError
 
 
@@ -28,6 +28,8 @@ def test_every_study_can_be_planned(name, scale, tmp_path):
     rows = {cell.row for cell in every}
     dense = spec.task == "segmentation"
     for cell in every:
+        assert not search.is_searched(cell) or search.key_of(cell)
+        cell = search.at(cell, search.GRID[0]) if search.is_searched(cell) else cell
         config = setup.config(dataclasses.replace(cell, trained=False))
         methods.find(cell.method, dense).config_class(**config.options)
         assert config.method == cell.method
@@ -41,6 +43,29 @@ def test_every_study_can_be_planned(name, scale, tmp_path):
     if scale == "full":
         assert at_scale.needs
         assert spec.paper.values == () or rows & {str(line[0]) for line in spec.paper.values}
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("scale", SCALES)
+def test_plans_by_block_hold(name, scale):
+    """No block merges more than its limit, so that what is written is what runs. Patches of 16 at 224 × 224."""
+    for cell in cells.expand(find(name), scale):
+        plans = {*cell.rates.values(), *(str(cell.settings[key]) for key in ("r", "host_r") if key in cell.settings)}
+        for plan in (plan for plan in plans if "/" in plan):
+            wanted = [int(part) for part in plan.split("/")]
+            resets = methods.find(cell.method).resets_each_block
+            assert list(schedule.resolve(schedule.parse(plan), 196, len(wanted), resets)) == wanted, cell.name
+
+
+def test_studies_share_their_trainings(tmp_path):
+    def folder(study, row):
+        spec = find(study)
+        setup = StudySetup(spec, "small", tmp_path, "data", {"name": "host"}, {}, create=_never)
+        (cell,) = (cell for cell in cells.expand(spec, "small", [0]) if cell.trained and cell.row == row)
+        return setup.folder(cell)
+
+    assert folder("r_sweep", "end-to-end") == folder("end_to_end", "dtem")
+    assert folder("r_sweep", "modular") == folder("grouping", "dtem") == folder("data", "dtem, fraction = 1")
 
 
 def _never(*_):

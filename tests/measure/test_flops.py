@@ -9,6 +9,7 @@ import timm
 import torch
 
 import dtem
+from benchmarks.reproduce import cells, specs
 from dtem import schedule
 from dtem.measure import flops
 
@@ -61,7 +62,7 @@ def modular_r(row: dict[str, str]) -> int:
 
 
 def test_the_tables_are_whole() -> None:
-    assert (len(FULL), len(MODULAR), len(CAPTIONING)) == (28, 20, 36)
+    assert (len(FULL), len(MODULAR), len(EVIT), len(CAPTIONING)) == (28, 20, 8, 36)
 
 
 @pytest.mark.parametrize("row", FULL, ids=lambda row: f"{row['model']}-{row['r']}")
@@ -73,6 +74,40 @@ def test_every_gflops_value_of_the_full_table(row: dict[str, str]) -> None:
 def test_every_gflops_value_of_the_modular_table(row: dict[str, str]) -> None:
     method = "dtem" if row["method"] == "DTEM" else "tome"
     assert_printed(paper_gflops(row["model"], method, modular_r(row)), row["gflops"])
+
+
+EVIT = [row for row in rows("modular") if row["method"] == "EViT"]
+
+
+@pytest.mark.parametrize("row", EVIT, ids=lambda row: f"{row['model']}-{row['reduction']}")
+def test_gflops_of_evit_by_the_plans_of_the_modular_study(row: dict[str, str]) -> None:
+    """Within 1 %; MAE-L within 2 %, as the paper does not name the blocks there."""
+    rates = specs.find("modular").full.models[row["model"]]["rates"]
+    patched = handle(row["model"], "evit")
+    patched.r = rates["evit"][f"{row['reduction']} %"]
+    gigas = flops.count(patched.model, patched.host.image).paper / 1e9
+    assert gigas == pytest.approx(float(row["gflops"]), rel=0.02 if row["model"] == "MAE-L" else 0.01)
+
+
+PRIOR = [
+    ("dynamicvit", "DeiT-S, dynamicvit", "35 %", 3.00),
+    ("dynamicvit", "DeiT-S, dynamicvit", "50 %", 2.25),  # the paper prints 2.5
+    ("evo_vit", "DeiT-S, evo_vit", "35 %", 3.06),
+]
+
+
+@pytest.mark.parametrize(("method", "row", "rate", "gigas"), PRIOR)
+def test_gflops_of_prior_art_by_the_plans_of_the_end_to_end_study(
+    method: str, row: str, rate: str, gigas: float
+) -> None:
+    (plan,) = {
+        cell.rates[rate]
+        for cell in cells.expand(specs.find("end_to_end"), "full")
+        if cell.row == row and rate in cell.rates
+    }
+    patched = handle("DeiT-S", method)
+    patched.r = plan
+    assert flops.count(patched.model, patched.host.image).paper / 1e9 == pytest.approx(gigas, rel=0.01)
 
 
 @pytest.mark.parametrize("row", CAPTIONING, ids=lambda row: "-".join(row[k] for k in ("model", "method", "tokens")))

@@ -27,12 +27,26 @@ def test_gflops_are_the_papers(row: dict[str, str], model: segmenter.Segmenter) 
     left_out = 2 * 2 * ((SIDE // 16) ** 2 + CLASSES) ** 2 * WIDTH
     method, ratio = row["method"].lower(), float(row["ratio"])
     if method == "none":
-        macs = flops.count(model, (3, SIDE, SIDE)).macs
+        count = flops.count(model, (3, SIDE, SIDE))
     else:
         handle = dtem.patch(model, method, r=ratio)
-        macs = flops.count(model, (3, SIDE, SIDE)).macs
+        count = flops.count(model, (3, SIDE, SIDE))
         handle.unpatch()
-    assert (macs - left_out) / 1e9 == pytest.approx(float(row["gflops"]), rel=0.02)
+    assert count.macs - count.paper == left_out
+    assert count.paper / 1e9 == pytest.approx(float(row["gflops"]), rel=0.01)
+
+
+def test_a_linear_decoder_has_no_attention() -> None:
+    with torch.device("meta"):
+        model = segmenter.create("seg_t_linear_16", CLASSES)
+    count = flops.count(model, (3, 100, 72))
+    assert count.paper == count.macs
+
+
+def test_sides_are_rounded_up_to_whole_patches() -> None:
+    with torch.device("meta"):
+        model = segmenter.create("seg_t_mask_16", 11)
+    assert flops.count(model, (3, 100, 72)) == flops.count(model, (3, 112, 80))
 
 
 def test_the_table_is_there() -> None:

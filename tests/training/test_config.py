@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,17 @@ def test_every_preset_is_a_config_and_names_no_more_than_a_model(name: str) -> N
     config, model = resolve(name)
     assert isinstance(config, TrainConfig)
     assert set(model) <= {"name", "global_pool", "img_size", "num_classes"}
+
+
+def test_the_guide_names_every_choice_of_the_papers_presets() -> None:
+    ours = {"few", "few_fisher", "segmenter_few", "segmenter_host"}
+    guide = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    section = guide.partition("### The paper's recipe")[2].partition("\n### ")[0]
+    words = {word for code in re.findall(r"`([^`]+)`", section) for word in re.split(r"[ :,]+", code)}
+    for name in presets().keys() - ours:
+        content = yaml.safe_load(presets()[name].read_text(encoding="utf-8"))
+        keys = content.keys() - {"model", "options"} | content.get("options", {}).keys()
+        assert keys | {name} <= words, f"{name}: {sorted(keys - words)}"
 
 
 def test_of_a_presets_options_another_method_takes_what_it_has() -> None:

@@ -1,7 +1,8 @@
 """Count what one image costs, for each r, in two conventions:
 
   MACs    multiply-adds of matrix products and convolutions, as timm prints them
-  paper   MACs plus biases, LayerNorm, softmax, GELU and sums, as in the paper's tables
+  paper   as in the paper's tables: MACs plus biases, LayerNorm, softmax, GELU and sums; for a Segmenter MACs without
+          the attention products of its decoder
 
 Nothing is computed and no weights are needed, so any model takes a second or two.
 """

@@ -20,7 +20,8 @@ from dtem.tables import Report, Table, giga
 
 CONVENTIONS = {
     "macs": "multiply-adds of matrix products and convolutions, as timm prints them",
-    "paper": "macs plus the work of biases, LayerNorm, softmax, GELU and sums, as in the paper's tables",
+    "paper": "as in the paper's tables: macs plus the work of biases, LayerNorm, softmax, GELU and sums; for a "
+    "Segmenter macs without the attention products of its decoder",
 }
 
 

@@ -4,7 +4,8 @@ Two conventions:
 
 * **MACs**: multiply-adds of matrix products and convolutions, as timm prints them.
 * **paper**: the same plus one per added bias, scaling and residual entry, 1 per GELU, 4 per LayerNorm entry, 5 per
-  softmax entry: what the counter behind the paper's tables adds up.
+  softmax entry: what the counter behind the paper's tables adds up. For a Segmenter the paper's table has MACs, but for
+  the attention products of the decoder (`Segmenter.paper_macs`).
 
 Since what runs is what is counted, every host and every method is counted by the same code.
 """
@@ -48,6 +49,9 @@ def count(model: nn.Module, image: tuple[int, int, int]) -> Count:
             raise DtemError(
                 f"the operations of {type(model).__name__} cannot be counted: {_obstacle(model)} ({first_line(error)})"
             ) from error
+    paper_macs = getattr(model, "paper_macs", None)  # a model for which the paper counts otherwise
+    if paper_macs is not None:
+        return Count(counter.macs, paper_macs(counter.macs, *image[1:]))
     return Count(counter.macs, counter.macs + counter.other)
 
 

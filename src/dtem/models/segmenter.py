@@ -121,6 +121,14 @@ class Segmenter(nn.Module):
         """Height and width of a patch."""
         return tuple(self.encoder.patch_embed.patch_size)
 
+    def paper_macs(self, macs: int, height: int, width: int) -> int:
+        """GFLOPs as in the DTEM paper's table: `macs` of one image without QKᵀ and AV of the decoder's blocks."""
+        if not isinstance(self.decoder, MaskDecoder):
+            return macs
+        patches = math.ceil(height / self.patch[0]) * math.ceil(width / self.patch[1])
+        attention = 2 * (patches + self.num_classes) ** 2 * self.encoder.embed_dim
+        return macs - len(self.decoder.blocks) * attention
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the encoder's blocks in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
