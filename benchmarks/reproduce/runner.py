@@ -21,7 +21,7 @@ from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import open_source
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
-from dtem.evaluation.variants import token_prices
+from dtem.evaluation.variants import fit_costs
 from dtem.handle import Handle
 from dtem.measure import flops, record, token_costs
 from dtem.progress import progress_bar
@@ -196,10 +196,10 @@ def _cost(setup: StudySetup, handle: Handle, rate: str) -> dict[str, float]:
     loader = Loader(source, eval_transform(resolve_data_config(handle.model)), 50)
     device = next(handle.model.parameters()).device
     with handle.at(r=rate, mode="hard"), eval_mode(handle.model):
-        prices = token_prices(handle.method.name, handle)
+        costs = fit_costs(handle.method.name, handle)
         tokens = token_costs.measure_tokens(handle.model, (batch.images.to(device) for batch in loader.epoch(0)))
-    conventions = {"macs": prices.macs, "paper": prices.paper}
-    return {name: token_costs.macs_at(each, tokens, prices.host).mean().item() for name, each in conventions.items()}
+    conventions = {"macs": costs.macs, "paper": costs.paper}
+    return {name: token_costs.macs_at(each, tokens, costs.host).mean().item() for name, each in conventions.items()}
 
 
 def _rank_correlations(setup: StudySetup, cell: Cell, handle: Handle) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -78,6 +78,7 @@ class StudySetup:
         merged = {**cell.settings, **self.overrides}
         settings = {name: value for name, value in merged.items() if name in known}
         options = {name: value for name, value in merged.items() if name not in known}
+        settings.setdefault("learn", ["embeddings"])  # as in the paper; every study may say otherwise
         settings |= {"method": cell.method, "seed": cell.seed, "options": {**merged.get("options", {}), **options}}
         if cell.trained:
             settings |= {"data": self.training_images(cell), "out": str(self.folder(cell) / "run")}
