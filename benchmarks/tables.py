@@ -16,7 +16,8 @@ from dtem.measure import record
 from dtem.measure.statistics import Difference
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CARDS = sorted((ROOT / "src" / "dtem" / "adapters" / "shipped").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *CARDS]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
     "deit_small_patch16_224": "DeiT-S",
@@ -43,18 +44,20 @@ def speed(rows: list[dict[str, Any]], batches: tuple[int, ...] = (1, 16, 32)) ->
 
 
 def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Speed at batch 32 beside the accuracy of the shipped recipe at the same r (DeiT-T)."""
-    accuracy = {
-        row["r"]: row for row in record.load_record(common.RESULTS / "proof.json").results if row["seed"] == "all"
-    }
-    table = [["r", "fewer MACs", "speed-up", "top-1 %: unmerged", "ToMe", "DTEM", "DTEM − ToMe (95 %)"]]
+    """Speed at batch 32 beside the accuracy of the shipped adapter at the same r (DeiT-T)."""
+    norms_record = record.load_record(common.RESULTS / "norms_deit_tiny_patch16_224.json").results
+    accuracy = {(row["variant"], row["r"]): row for row in norms_record if "kl" in row}
+    table = [
+        ["r", "fewer MACs", "speed-up", "top-1 %: unmerged", "ToMe", "embeddings", "and norms", "against ToMe (95 %)"]
+    ]
     for row in rows:
         if (row["model"], row["batch"]) == ("deit_tiny_patch16_224", 32):
-            measured = accuracy[row["r"]]
-            numbers = [f"{measured[name]:.1f}" for name in ("unmerged", "tome", "dtem")]
+            r = row["r"]
+            measured = [accuracy["unmerged", 0], *(accuracy[name, r] for name in ("tome", "embeddings", "both"))]
             fewer = f"{100 * (1 - 1 / row['macs_ratio']):.0f} %"
-            gain = _difference(measured["paired"]["top1"], 1)
-            table.append([str(row["r"]), fewer, common.spread(row["speedup"]), *numbers, gain])
+            gain = _interval(accuracy["both", r]["top1_gain"], 1)
+            numbers = [f"{each['top1']:.1f}" for each in measured]
+            table.append([str(r), fewer, common.spread(row["speedup"]), *numbers, gain])
     return table
 
 
@@ -320,6 +323,11 @@ def norms(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def card(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """`norms` at the r of cards, and unmerged."""
+    return norms([row for row in rows if row["r"] in (0, 8, 13, 16)])
+
+
 def _interval(values: list[float] | None, digits: int) -> str:
     return "" if values is None else Difference(*values).text(digits)
 
@@ -355,6 +363,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),
     "segmentation": ("segmentation_proof", segmentation),
+    "card-deit-tiny": ("norms_deit_tiny_patch16_224", card),
+    "card-augreg-tiny": ("norms_vit_tiny_patch16_224", card),
     "norms": ("norms_deit_tiny_patch16_224", norms),
     "norms_augreg": ("norms_vit_tiny_patch16_224", norms),
     "norms_shift": ("norms_deit_tiny_patch16_224", norms_shift),
