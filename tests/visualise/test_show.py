@@ -14,6 +14,7 @@ import dtem
 from dtem.data import images
 from dtem.data.labels import class_name
 from dtem.errors import DtemError
+from dtem.models.segmenter import MaskDecoder, Segmenter
 from dtem.visualise.class_attention import class_attention
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 7}
@@ -26,6 +27,18 @@ def tiny(**settings: object) -> torch.nn.Module:
 @pytest.fixture
 def photo() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+
+
+def test_a_segmenter_is_shown_with_the_classes_of_its_pixels(photo: Image.Image) -> None:
+    segmenter = Segmenter(tiny(num_classes=0), MaskDecoder(32, 11, depth=1, heads=2)).eval()
+    handle = dtem.patch(segmenter, "tome", r="40%")
+    shown = dtem.show(handle, photo, labels="camvid")
+    assert shown.classes.names[0] == "sky"
+    assert shown.views["tome"].predicted.shape == (40, 50)
+    with pytest.raises(DtemError, match="mask is for classifiers"):
+        dtem.show(handle, photo, mask=photo)
+    with pytest.raises(DtemError, match=r"labels = \['sky'\] must be camvid, voc, or a YAML file"):
+        dtem.show(handle, photo, labels=["sky"])
 
 
 def test_groups_are_those_of_a_forward_by_hand(photo: Image.Image) -> None:

@@ -163,7 +163,9 @@ class Explorer:
                     refused[method] = str(error)
             if not handles:
                 raise DtemError("; ".join(refused.values()))
-            return dtem.show(handles, image), refused
+            shown = dtem.show(handles, image)
+            assert isinstance(shown, Visualisation)  # the explorer has classifiers only
+            return shown, refused
 
         return self._cached((_digest(image), model.name, methods, r), compute)
 

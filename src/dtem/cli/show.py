@@ -82,6 +82,7 @@ def run(args: Namespace) -> int:
         report.save(args.out)
     else:
         report = dtem.show(handles, args.image, mask=args.mask, labels=args.labels)
+        assert isinstance(report, show.Visualisation)
         report.save(args.out, blocks)
     if "dtem" in handles and not adapters:
         notes.insert(0, "dtem is untrained here, so it merges exactly as tome does: give a trained --adapter")

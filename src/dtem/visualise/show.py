@@ -28,6 +28,8 @@ from dtem.visualise.sheet import sheet
 if TYPE_CHECKING:
     from PIL import Image
 
+    from dtem.visualise.segmentation import SegmentationVisualisation
+
 FORMATS = ("png", "svg")
 BY_MASK = "the mask"
 BY_ATTENTION = "class attention of the unmerged model (mean over heads and blocks), more than even"
@@ -192,15 +194,16 @@ class Visualisation(Report):
 
 def show(
     model: Handle | nn.Module | Mapping[str, Handle], image: Any, *, mask: Any = None, labels: Labels | None = None
-) -> Visualisation:
-    """Visualise which patches of an image are merged.
+) -> "Visualisation | SegmentationVisualisation":
+    """Visualise which patches of an image are merged; for a Segmenter with the predicted classes of its pixels.
 
     Args:
         model: a handle or its patched model; or several handles of the same model, by name, to compare methods.
         image: a file, its content, a PIL image, or an array of bytes (h, w, 3).
         mask: foreground, in any of these forms and of the same size: white (or True) where it is. Without one,
             foreground is what the class token of the unmerged model attends to more than evenly.
-        labels: names of the classes: a file with one per line, or a list; None: ImageNet's where they fit.
+        labels: names of the classes: a file with one per line, or a list; None: ImageNet's where they fit. For a
+            Segmenter camvid, voc, or a YAML file of classes.
 
     Examples:
         >>> handle = dtem.patch(model, r=16)
@@ -212,7 +215,7 @@ def show(
     handles = as_handles(model)
     first = next(iter(handles.values()))
     if first.host.dense:
-        raise DtemError(f"{first.host.name} is a segmentation model: use dtem.visualise.segmentation.show_segmentation")
+        return _show_segmentation(handles, image, mask, labels)
     opened = images.open_image(image)
     config = resolve_data_config(first.model)
     x = images.prepare(config, opened)
@@ -235,6 +238,19 @@ def show(
         foreground=foreground,
         foreground_by=by,
     )
+
+
+def _show_segmentation(
+    handles: Mapping[str, Handle], image: Any, mask: Any, labels: Labels | None
+) -> "SegmentationVisualisation":
+    from dtem.visualise import segmentation
+
+    if mask is not None:
+        raise DtemError("mask is for classifiers: a Segmenter predicts the class of every pixel itself; leave it out")
+    if labels is not None and not isinstance(labels, str | os.PathLike):
+        raise DtemError(f"labels = {labels!r} must be camvid, voc, or a YAML file of classes for a Segmenter")
+    classes = None if labels is None else segmentation.read_classes(os.fspath(labels))
+    return segmentation.show_segmentation(handles, image, classes=classes)
 
 
 def as_handles(model: Handle | nn.Module | Mapping[str, Handle]) -> dict[str, Handle]:
