@@ -34,7 +34,7 @@ def test_every_preset_is_a_config_and_names_no_more_than_a_model(name: str) -> N
 
 
 def test_the_guide_names_every_choice_of_the_papers_presets() -> None:
-    ours = {"few", "few_fisher", "segmenter_few", "segmenter_host"}
+    ours = {"adapter", "few", "few_fisher", "segmenter_few", "segmenter_host"}
     guide = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
     section = guide.partition("### The paper's recipe")[2].partition("\n### ")[0]
     words = {word for code in re.findall(r"`([^`]+)`", section) for word in re.split(r"[ :,]+", code)}

@@ -30,7 +30,8 @@ def changed(before: dict[str, torch.Tensor], host: nn.Module) -> set[str]:
 def test_predictors_learn_beside_a_frozen_host(images: Path, tmp_path: Path, loss: str) -> None:
     host = model()
     before = state(host)
-    result = train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/4", loss=loss, grad_accum_steps=2))
+    changes = {"method": "dynamicvit", "r": "0/4/4", "loss": loss, "grad_accum_steps": 2, "learn": ["embeddings"]}
+    result = train(host, settings(images, tmp_path, **changes))
     assert changed(before, host) == set()
     untrained = dtem.patch(model(), "dynamicvit").method
     moved = {name.split(".")[1] for name in changed(state(untrained), result.handle.method)}
@@ -75,7 +76,7 @@ def test_what_is_random_in_a_method_is_so_beside_a_host_in_eval_mode(
 
     monkeypatch.setattr(DynamicVit, "_mask", watch)
     host = model()
-    train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/0", updates=2))
+    train(host, settings(images, tmp_path, method="dynamicvit", r="0/4/0", updates=2, learn=["embeddings"]))
     assert seen == [True, True]
     assert not any(module.training for module in host.modules())
 

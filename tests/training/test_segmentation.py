@@ -38,7 +38,7 @@ def settings(scenes: Path, out: Path, **changes: Any) -> TrainConfig:
 def test_modular_changes_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
     host = model()
     before = state(host)
-    config = settings(scenes, tmp_path, eval_data=str(scenes), eval_r="0,40%", eval_every=2)
+    config = settings(scenes, tmp_path, eval_data=str(scenes), eval_r="0,40%", eval_every=2, learn=["embeddings"])
     result = train(host, config)
     after = state(host)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -132,7 +132,7 @@ def test_self_distillation_lowers_what_merging_costs(scenes: Path, tmp_path: Pat
 
 
 def test_the_fisher_loss_trains_embeddings_alone(scenes: Path, tmp_path: Path) -> None:
-    changes = {"loss": "distill", "options": {"fisher": True}, "updates": 8, "lr": 1e-2}
+    changes = {"loss": "distill", "options": {"fisher": True}, "updates": 8, "lr": 1e-2, "learn": ["embeddings"]}
     host = model()
     before = state(host)
     learned = train(host, settings(scenes, tmp_path, **changes)).handle.method.state_dict()

@@ -37,6 +37,8 @@ class Link:
         """The parameter `name` at the present r."""
         if not self.merger.active or name not in self.names:
             return own
+        if hasattr(own, "full_tensor"):  # FSDP2 looks at its shards; in a forward they are gathered
+            return own
         return torch.add(own, getattr(self.delta, name), alpha=self.merger.merged_share)
 
 
