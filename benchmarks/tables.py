@@ -297,14 +297,14 @@ def export_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 def composition(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Unmerged and merged side by side, by engine and precision."""
-    table = [["engine", "precision", "r", "top-1 %", "cross-entropy", "drift (KL)", "groups changed"]]
+    table = [["engine", "precision", "r", "top-1 %", "cross-entropy", "drift (KL)", "groups changed", "speed-up"]]
     for key in dict.fromkeys((row["engine"], row["precision"]) for row in rows if row["r"]):
         for row in rows:
             if (row["engine"], row["precision"]) == key:
                 changed = row.get("groups_changed")
                 numbers = [f"{row['top1']:.1f}", f"{row['cross_entropy']:.3f}", f"{max(row['drift'], 0):.4f}"]
                 groups = "" if changed is None else f"{100 * changed:.0f} %"
-                table.append([*key, str(row["r"]), *numbers, groups])
+                table.append([*key, str(row["r"]), *numbers, groups, common.spread(row["speedup"])])
     return table
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dtem
+from dtem.visualise.segmentation import SegmentationVisualisation
 
 PAGE = Path(__file__).parent / "api.md"
 AUTHORS = [
@@ -71,8 +72,10 @@ def _returned(value: Any) -> list[str]:
     """The classes of dtem that a function returns."""
     if inspect.isclass(value):
         return []
-    kind = typing.get_type_hints(value).get("return")
-    return [_path(kind)] if inspect.isclass(kind) and kind.__module__.startswith("dtem.") else []
+    names = {"SegmentationVisualisation": SegmentationVisualisation}
+    returned = typing.get_type_hints(value, localns=names).get("return")
+    kinds = typing.get_args(returned) or (returned,)
+    return [_path(kind) for kind in kinds if inspect.isclass(kind) and kind.__module__.startswith("dtem.")]
 
 
 def main() -> int:
