@@ -15,11 +15,15 @@ from dtem import integrations
 
 
 def compiled(name: str, method: str, steer: bool = False) -> dict[str, float]:
-    """Largest difference from eager and graphs compiled; with `steer`, also after changing r and with gradients."""
+    """Largest difference from eager and graphs compiled; with `steer`, with norms of the adapter's own, and also after
+    changing r and with gradients."""
     model = fresh(name)
     if hasattr(model, "blocks"):
         model.blocks = model.blocks[:2]
-    handle = patch(model, method, R)
+    handle = patch(model, method, R, norms=steer)
+    with torch.no_grad():
+        for parameter in handle.method.affine.parameters() if handle.method.affine is not None else ():
+            parameter.normal_(0.0, 0.2)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

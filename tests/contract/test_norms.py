@@ -141,19 +141,6 @@ def test_threads_share_one_model(name):
     assert all(torch.equal(out, expected) for out in outputs)
 
 
-@pytest.mark.parametrize("name", [pytest.param("deit", marks=pytest.mark.slow), "hf_vit"])
-def test_compiled_models_follow_r(name):
-    model, handle = tuned(name)
-    compiled = torch.compile(model, backend="eager")
-    x = images(name)
-    with torch.no_grad():
-        for r in (R, 0, 3):
-            handle.r = r
-            out = compiled(x)
-            logits = out if isinstance(out, torch.Tensor) else out.logits
-            torch.testing.assert_close(logits, ask(model, x), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", SAMPLE)
 @pytest.mark.parametrize("method", ["tome", "dtem"])
 def test_an_adapter_file_holds_them(name, method, tmp_path):
