@@ -57,7 +57,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def check(header: object, tensors: Mapping[str, Tensor]) -> Header:
     """Refuse a header that is none, or whose values have the wrong types; and tensors that are not those of its digest.
 
-    Files of dtem 0.3 and older have no digest.
+    Files of dtem 0.3 and older, of format 1, have no digest.
     """
     if not isinstance(header, dict) or "format" not in header:
         raise DtemError("this is no dtem adapter: its header names no dtem format. dtem.save_pretrained writes one")
@@ -66,7 +66,7 @@ def check(header: object, tensors: Mapping[str, Tensor]) -> Header:
             f"the file has format {header['format']!r} (by dtem {header.get('version')}), dtem {__version__} reads "
             f"formats 1 to {FORMAT}: install the version that wrote it, or a newer one"
         )
-    _check_types(header, _REQUIRED)
+    _check_types(header, _REQUIRED if header["format"] == 1 else {**_REQUIRED, "digest": (str,)})
     _check_types(header, {name: kinds for name, kinds in _OPTIONAL.items() if name in header})
     _check_types(header["host"], HOST_FIELDS, "host.")
     notes = header.get("notes", {})
