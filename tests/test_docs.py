@@ -30,6 +30,7 @@ import torch
 import yaml
 
 import dtem
+from adapters.local_hub import local_hub
 from dtem.app import examples
 from dtem.cli import VERBS, main, parser
 from dtem.integrations import INTEGRATIONS, Integration
@@ -47,7 +48,8 @@ KINDS = {"", "python", "yaml", "text", "json", "toml", *SHELLS}
 
 @pytest.fixture
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What code in the docs finds: a folder with images, random weights. What it registers is gone afterwards."""
+    """What code in the docs finds: images, random weights, a Hub in a folder. What it registers is gone afterwards."""
+    local_hub(tmp_path / "hub", monkeypatch)
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
     monkeypatch.chdir(tmp_path)
@@ -252,7 +254,9 @@ def test_public_names_have_an_example(name: str) -> None:
 def test_examples_in_docstrings_run(public: str, surroundings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As doctest does it, except that output which the example does not show may be anything. All of it is small."""
     docstrings = documented(public)
-    create, narrow = timm.create_model, {} if public == "compare" else {"embed_dim": 32, "depth": 4, "num_heads": 2}
+    create, narrow = timm.create_model, {"embed_dim": 32, "depth": 4, "num_heads": 2}
+    if public in ("compare", "model_overview"):
+        narrow = {}
     monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **narrow, **options))
     shorter = {
         "compare": {"methods": "tome", "timed_batch_size": ()},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dtem.evaluation.compare import compare as compare
     from dtem.evaluation.evaluate import evaluate as evaluate
     from dtem.evaluation.flops_report import count_flops as count_flops
+    from dtem.evaluation.model_overview import model_overview as model_overview
     from dtem.evaluation.predict import predict as predict
     from dtem.exporters.export import export as export
     from dtem.handle import Handle as Handle
@@ -50,6 +51,7 @@ _PUBLIC = {
     "list_methods": "dtem.methods",
     "list_models": "dtem.models.factory",
     "load_record": "dtem.measure.record",
+    "model_overview": "dtem.evaluation.model_overview",
     "patch": "dtem.handle",
     "predict": "dtem.evaluation.predict",
     "push_to_hub": "dtem.adapters.storage",

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dtem
+from adapters.local_hub import LocalApi, local_hub
 from dtem.adapters import storage
 from dtem.adapters.header import digest
 
@@ -307,39 +308,9 @@ def test_empty_local_folder_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypa
 # The Hub
 
 
-class LocalApi:
-    """Stands in for HfApi: a repository is a folder under `root`."""
-
-    root: Path
-    calls: list[tuple[str, Any]]
-
-    def __init__(self, token: str | None = None) -> None:
-        self.calls.append(("token", token))
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
-        (self.root / repo_id).mkdir(parents=True, exist_ok=exist_ok)
-        self.calls.append(("private", private))
-        return f"hub://{repo_id}"
-
-    def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
-        self.calls.append(("branch", (branch, exist_ok)))
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, revision: str | None, commit_message: str) -> None:
-        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
-        self.calls.append(("revision", revision))
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalApi]:
-    LocalApi.root, LocalApi.calls = tmp_path / "hub", []
-    monkeypatch.setattr(huggingface_hub, "HfApi", LocalApi)
-
-    def download(repo_id: str, filename: str, revision: str | None = None) -> str:
-        LocalApi.calls.append(("download", revision))
-        return str(LocalApi.root / repo_id / filename)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    return LocalApi
+    return local_hub(tmp_path / "hub", monkeypatch)
 
 
 def test_push_and_load_again(hub: type[LocalApi]) -> None:

@@ -62,7 +62,7 @@ def test_the_shipped_digit_reader(photo: str, capsys: pytest.CaptureFixture[str]
         (["--out", "a.pdf"], ".png or .svg"),
         (["--r", "8,16"], "one r"),
         (["--blocks", "0"], "--blocks 0 is not known"),
-        (["--blocks", "99"], "--blocks 99: the model has blocks 1 to"),
+        (["--blocks", "99"], "there is no block 99 (the first is 1): the model has"),
         (["--method", "nothing"], "nothing"),
         (["--mask", "nowhere.png"], "no image file nowhere.png"),
     ],

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 import dtem
 from data.photo_folders import class_folders
 from dtem import integrations
-from dtem.cli import VERBS, main, models
+from dtem.cli import VERBS, main
+from dtem.evaluation.model_overview import PRESETS
 from dtem.measure import flops, record
 from tasks.captioning.small import write_captioner
 
@@ -235,7 +236,7 @@ def test_models_are_the_papers(run) -> None:
     document = json.loads(run("models", "--json"))
     assert [family["name"] for family in document["families"]] == list(integrations.INTEGRATIONS)
     by_title = {model["title"]: model for model in document["models"]}
-    assert list(by_title) == [preset.title for preset in models.PRESETS]
+    assert list(by_title) == [preset.title for preset in PRESETS]
     large = by_title["AugReg ViT-S 384"]
     assert (large["tokens"], large["prefix"], large["r"]) == (577, 1, 48)
     assert large["paper"] / 1e9 == pytest.approx(15.7, rel=0.01)

@@ -114,11 +114,40 @@ def test_files_and_notebooks(photo: Image.Image, tmp_path: Path) -> None:
     root = ElementTree.parse(tmp_path / "last.svg").getroot()
     assert len(root.findall("{*}image")) == 4  # two rows: image, groups
     assert shown.blocks([-1, 0]) == [2, 0]
-    for wrong, match in (([3], "blocks 0 to 2"), ("none", "'none' is not known")):
+    for wrong, match in (([3], "no block 4 .*has 3 blocks"), ("none", "'none' is not known")):
         with pytest.raises(DtemError, match=match):
             shown.blocks(wrong)
     with pytest.raises(DtemError, match=r"\.png or \.svg"):
         shown.save(tmp_path / "a.gif")
+
+
+def test_a_model_is_compared_without_patching_it(photo: Image.Image, tmp_path: Path) -> None:
+    model = tiny()
+    shown = dtem.show(model, photo, methods="tome,evit", r=5, blocks="last")
+    assert (list(shown.views), shown.drawn, shown.notes) == (["tome", "evit"], "last", ())
+    assert all(view.r == "5" for view in shown.views.values())
+    assert not hasattr(model, "dtem")
+    assert shown.picture().size == shown.picture([2]).size
+    named = dtem.show("mnist_vit", photo)
+    assert (named.adapters, named.views["dtem"].r, named.notes) == (("mnist_vit.dtem.safetensors",), "16", ())
+    (note,) = dtem.show(model, photo, methods=["dtem"], r=5).notes
+    assert "untrained" in note
+
+
+def test_what_does_not_go_together(photo: Image.Image) -> None:
+    handle = dtem.patch(tiny(), r=4)
+    for wrong, match in (
+        ({"methods": "evit"}, "patched already"),
+        ({"adapters": "mnist_vit"}, "patched already"),
+        ({"img_size": 32}, "img_size: options of a model that is named"),
+        ({"part": "mlp"}, "part = 'mlp' is for a Segmenter"),
+        ({"short_side": 8}, "short_side = 8 is for a Segmenter"),
+        ({"blocks": [7]}, "there is no block 8"),
+    ):
+        with pytest.raises(DtemError, match=match):
+            dtem.show(handle, photo, **wrong)
+    assert dtem.show(handle, photo, r=2).views["dtem"].r == "2"
+    assert handle.r == 4
 
 
 def test_grids_need_not_be_square(photo: Image.Image) -> None:

@@ -169,7 +169,7 @@ def push_to_hub(
 
     Examples:
         >>> handle = dtem.from_pretrained("my.safetensors", model)
-        >>> dtem.push_to_hub(handle, "you/name")  # doctest: +SKIP
+        >>> dtem.push_to_hub(handle, "you/name")
     """
     import huggingface_hub
 

@@ -10,7 +10,6 @@ works offline); for other models give yours as --adapter: untrained, dtem merges
 """
 
 from argparse import Namespace
-from pathlib import Path
 
 from dtem.cli import options
 from dtem.cli.parser import VerbParser
@@ -46,49 +45,24 @@ def add_arguments(parser: VerbParser) -> None:
 def run(args: Namespace) -> int:
     """Visualise, write the picture, print the report."""
     import dtem
-    from dtem import schedule
-    from dtem.adapters import storage
-    from dtem.data.images import open_image
-    from dtem.evaluation.variants import check_methods, patched_variants, split_label
     from dtem.models.segmenter import PRESETS
-    from dtem.visualise import curves, segmentation, show
+    from dtem.visualise import curves, show
 
-    dense = args.model in PRESETS
-    curves.form_of(args.out, ("png",) if dense else show.FORMATS, "picture")
+    curves.form_of(args.out, ("png",) if args.model in PRESETS else show.FORMATS, "picture")
     if "," in args.r:
         raise DtemError(f"--r {args.r}: a picture shows one r; give one")
-    schedule.parse(args.r)
-    blocks, methods = _blocks(args.blocks), check_methods(args.method, dense)
-    open_image(args.image)  # a file that cannot be read is refused before weights are downloaded
-    settings = options.model_options(args)
-    classes = segmentation.read_classes(args.labels) if dense and args.labels else None
-    if classes is not None:
-        settings["num_classes"] = settings["num_classes"] or len(classes)
-    model = dtem.create_model(args.model, **settings)
-    adapters = args.adapter
-    if "dtem" in methods and not adapters and (shipped := storage.shipped_for(args.model)):
-        adapters = [str(shipped)]
-    handles, _ = patched_variants(model, methods, adapters, shortcut=args.shortcut)
-    for handle in handles.values():
-        handle.r = args.r
-        if not isinstance(blocks, str) and max(blocks) >= handle.host.depth:
-            raise DtemError(f"--blocks {args.blocks}: the model has blocks 1 to {handle.host.depth}")
-    notes = [f"Picture: {args.out}"]
-    report: show.Visualisation | segmentation.SegmentationVisualisation
-    if dense:
-        report = segmentation.show_segmentation(
-            handles, args.image, classes=classes, blocks=blocks, part=args.part, short_side=args.short_side
-        )
-        report.save(args.out)
-    else:
-        report = dtem.show(handles, args.image, mask=args.mask, labels=args.labels)
-        assert isinstance(report, show.Visualisation)
-        report.save(args.out, blocks)
-    if "dtem" in handles and not adapters:
-        notes.insert(0, "dtem is untrained here, so it merges exactly as tome does: give a trained --adapter")
-    names = sorted(Path(split_label(adapter)[1]).name for adapter in adapters)
-    document = {**report.to_dict(), "model": args.model, "adapters": names, "picture": args.out}
-    print_parts(args, document, *report.parts(), *notes)
+    picture = dtem.show(
+        args.model,
+        args.image,
+        methods=args.method,
+        adapters=args.adapter,
+        blocks=_blocks(args.blocks),
+        **options.named(args, "r", "mask", "labels", "part", "short_side", "shortcut"),
+        **options.model_options(args),
+    )
+    picture.save(args.out)
+    document = {**picture.to_dict(), "model": args.model, "picture": args.out}
+    print_parts(args, document, *picture.parts(), f"Picture: {args.out}")
     return 0
 
 

@@ -140,8 +140,11 @@ def choose_blocks(which: str | Sequence[int], depth: int, some: Sequence[int]) -
         if which not in named:
             raise DtemError(f"blocks = {which!r} is not known; choose 'some', 'all', 'last', or a list of numbers")
         return named[which]
-    if not which or not all(-depth <= block < depth for block in which):
-        raise DtemError(f"blocks = {list(which)}: the model has blocks 0 to {depth - 1}")
+    outside = [block for block in which if not -depth <= block < depth]
+    if outside:
+        raise DtemError(f"there is no block {outside[0] + 1} (the first is 1): the model has {depth} blocks")
+    if not which:
+        raise DtemError("blocks is empty; choose 'some', 'all', 'last', or a list of numbers")
     return [block % depth for block in which]
 
 

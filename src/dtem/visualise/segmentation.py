@@ -1,6 +1,5 @@
 """Predicted classes of a Segmenter on an image, and the patches that a component of it merged."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ from dtem.visualise import groups
 from dtem.visualise.curves import form_of
 from dtem.visualise.masks import overlay
 from dtem.visualise.sheet import sheet
-from dtem.visualise.show import Blocks, as_handles
+from dtem.visualise.show import Blocks
+from dtem.visualise.shown_handles import as_handles
 
 PARTS = ("attention", "mlp")
 
@@ -55,6 +55,9 @@ class SegmentationVisualisation(Report):
     """Blocks that are drawn, from 0."""
     part: str
     """Component of the block: attention or mlp."""
+    adapters: tuple[str, ...] = ()
+    """Files of the trained adapters."""
+    notes: tuple[str, ...] = ()
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -103,6 +106,7 @@ class SegmentationVisualisation(Report):
         return {
             "image": self.image,
             "model": self.model,
+            "adapters": list(self.adapters),
             "grid": list(self.grid),
             "classes": self.class_shares(),
             "blocks": [block + 1 for block in self.blocks],
@@ -114,7 +118,8 @@ class SegmentationVisualisation(Report):
         columns = ("method", "r", "pixels as unmerged %", f"groups of {self.grid[0] * self.grid[1]}, by block")
         rows = [(n, view.r, f"{self.agreement(n):.1f}", str(self.num_groups(n))) for n, view in self.views.items()]
         shares = ", ".join(f"{name} {share:.0f} %" for name, share in self.class_shares().items())
-        return [Table(f"{self.image}, {self.model}", columns, rows), f"Predicted by the unmerged model: {shares}"]
+        table = Table(f"{self.image}, {self.model}", columns, rows)
+        return [table, f"Predicted by the unmerged model: {shares}", *self.notes]
 
     def _repr_html_(self) -> str:
         return f'<img src="{groups.data_uri(self.picture())}">{super()._repr_html_()}'
@@ -138,6 +143,7 @@ def show_segmentation(
     blocks: Blocks = "some",
     part: str = "attention",
     short_side: int = 0,
+    **fields: Any,
 ) -> SegmentationVisualisation:
     """Visualise the predicted classes of an image and the patches that were merged for them.
 
@@ -148,6 +154,7 @@ def show_segmentation(
         blocks: blocks whose groups are drawn: a list (from 0), ``"some"`` (first, middle, last), ``"all"``, ``"last"``.
         part: the component of the block: ``attention`` or ``mlp``.
         short_side: resize the short side of the image to this first; 0: keep its size.
+        fields: others of the result: ``adapters``, ``notes``, and ``name``, that of the image.
 
     Examples:
         >>> handle = dtem.patch(dtem.create_model("seg_t_mask_16", weights="seg.safetensors"), r="40%")
@@ -174,7 +181,7 @@ def show_segmentation(
     with eval_mode(segmenter), first.at(r=0):
         unmerged = predict(segmenter, x)[0].cpu().numpy()
     return SegmentationVisualisation(
-        image=Path(image).name if isinstance(image, str | os.PathLike) else "image",
+        image=fields.pop("name", "image"),
         model=first.host.name,
         classes=classes,
         pixels=pixels,
@@ -183,6 +190,7 @@ def show_segmentation(
         views={name: _view(handle, x) for name, handle in handles.items()},
         blocks=groups.choose_blocks(blocks, depth, sorted({0, (depth - 1) // 2, depth - 1})),
         part=part,
+        **fields,
     )
 
 
@@ -190,16 +198,6 @@ def _view(handle: Handle, x: Float[Tensor, "1 c h w"]) -> SegmentationView:
     with eval_mode(handle.model), handle.trace() as trace:
         predicted = predict(handle.model, x)[0].cpu().numpy()
     return SegmentationView(str(handle.r), predicted, [source[0].cpu() for source in trace.sources])
-
-
-def read_classes(name: str) -> class_lists.Classes:
-    """Classes by name: camvid, voc, or a YAML file."""
-    known = {"camvid": class_lists.camvid, "voc": class_lists.voc}
-    if name in known:
-        return known[name]()
-    if not Path(name).is_file():
-        raise DtemError(f"labels = {name!r}: give camvid, voc, or a YAML file of classes (docs/tasks.md)")
-    return class_lists.from_yaml(Path(name))
 
 
 def numbered_classes(count: int) -> class_lists.Classes:

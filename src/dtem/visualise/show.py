@@ -1,5 +1,6 @@
 """`dtem.show`: which patches of an image were merged, as a picture for a file, a notebook or the explorer."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,22 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor, nn
 
+from dtem import integrations
 from dtem.data import images
 from dtem.data.labels import Labels, class_labels, class_name
 from dtem.data.preprocessing import resolve_data_config
 from dtem.errors import DtemError
+from dtem.evaluation.variants import Adapters
 from dtem.files import write_file
 from dtem.handle import Handle
-from dtem.integrations import as_logits_fn
 from dtem.tables import Report, Table
 from dtem.tasks.running import eval_mode
+from dtem.tasks.segmentation.classes import named_classes
 from dtem.visualise import allocation, groups
 from dtem.visualise.class_attention import class_attention
 from dtem.visualise.curves import form_of
 from dtem.visualise.sheet import sheet
+from dtem.visualise.shown_handles import DEFAULT_METHODS, find_handles
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -73,6 +77,11 @@ class Visualisation(Report):
     """Foreground patches; None where they are not known: no mask, and no class token."""
     foreground_by: str | None
     """How they were determined."""
+    drawn: Blocks = "some"
+    """Blocks that are drawn unless others are asked for."""
+    adapters: tuple[str, ...] = ()
+    """Files of the trained adapters."""
+    notes: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -93,19 +102,20 @@ class Visualisation(Report):
         """The image itself, as large as its groups are drawn."""
         return groups.plain(self.pixels, scale=groups.default_scale(self.pixels.shape[:2], self.grid))
 
-    def blocks(self, which: Blocks = "some") -> list[int]:
-        """Indices of the blocks that `which` stands for."""
+    def blocks(self, which: Blocks | None = None) -> list[int]:
+        """Indices of the blocks that `which` (None: `drawn`) stands for."""
         first = next(iter(self.views.values()))
         left = [first.num_groups(block) for block in range(self.depth)]
+        which = self.drawn if which is None else which
         return groups.choose_blocks(which, self.depth, groups.milestone_blocks(left, self.grid[0] * self.grid[1]))
 
-    def picture(self, blocks: Blocks = "some") -> "Image.Image":
+    def picture(self, blocks: Blocks | None = None) -> "Image.Image":
         """One row per method: the image, then its groups after some blocks."""
         chosen = self.blocks(blocks)
         captions = [[self._image_caption(), *(self._caption(n, b) for b in chosen)] for n in self.views]
         return sheet(self._rows(chosen), [f"{name}, r = {view.r}" for name, view in self.views.items()], captions)
 
-    def svg(self, blocks: Blocks = "some") -> str:
+    def svg(self, blocks: Blocks | None = None) -> str:
         """The same as an SVG document."""
         chosen = self.blocks(blocks)
         names = [f"{name} r={view.r}" for name, view in self.views.items()]
@@ -115,7 +125,7 @@ class Visualisation(Report):
     def _rows(self, blocks: Sequence[int]) -> "list[list[Image.Image]]":
         return [[self.plain(), *(self.groups(name, block) for block in blocks)] for name in self.views]
 
-    def save(self, path: str | Path, blocks: Blocks = "some") -> None:
+    def save(self, path: str | Path, blocks: Blocks | None = None) -> None:
         """Write the picture; the ending (.png, .svg) names the format."""
         form = form_of(path, FORMATS, "picture")
         write_file(path, self.svg(blocks) if form == "svg" else groups.png(self.picture(blocks)))
@@ -145,6 +155,7 @@ class Visualisation(Report):
         return {
             "image": self.image,
             "model": self.model,
+            "adapters": list(self.adapters),
             "grid": list(self.grid),
             "foreground_by": self.foreground_by,
             "unmerged": {"top5": self.top_classes(self.unmerged)},
@@ -167,7 +178,7 @@ class Visualisation(Report):
                 f"foreground: {int(self.foreground.sum())} of {len(self.foreground)} patches "
                 f"({100 * self.foreground.mean():.0f} %), by {self.foreground_by}"
             )
-        return [Table(f"{self.image}, {self.model}", columns, rows, caption)]
+        return [Table(f"{self.image}, {self.model}", columns, rows, caption), *self.notes]
 
     def _prediction(self, probabilities: Tensor) -> str:
         best = self.top_classes(probabilities, 1)
@@ -193,30 +204,82 @@ class Visualisation(Report):
 
 
 def show(
-    model: Handle | nn.Module | Mapping[str, Handle], image: Any, *, mask: Any = None, labels: Labels | None = None
+    model: str | nn.Module | Handle | Mapping[str, Handle],
+    image: Any,
+    *,
+    methods: str | Sequence[str] = DEFAULT_METHODS,
+    adapters: Adapters = (),
+    r: object = None,
+    mask: Any = None,
+    labels: Labels | None = None,
+    blocks: Blocks = "some",
+    part: str = "attention",
+    short_side: int = 0,
+    shortcut: bool = False,
+    **model_options: Any,
 ) -> "Visualisation | SegmentationVisualisation":
     """Visualise which patches of an image are merged; for a Segmenter with the predicted classes of its pixels.
 
     Args:
-        model: a handle or its patched model; or several handles of the same model, by name, to compare methods.
+        model: a model's name (for `create_model`) or a model: copies that share its weights are patched with each of
+            `methods`. Or a handle, a patched model, or several handles of one model by name: they are shown as they
+            are.
         image: a file, its content, a PIL image, or an array of bytes (h, w, 3).
-        mask: foreground, in any of these forms and of the same size: white (or True) where it is. Without one,
+        methods: names of methods to compare.
+        adapters: trained adapters: files, Hub ids or shipped names, as ``LABEL=FILE`` where there are several, or a
+            mapping from label to file. An adapter takes the place of its untrained method. Without any, and with
+            a model's name, `dtem` takes the one that comes with the package for it.
+        r: tokens merged per block (see `dtem.schedule`); default 16, for handles their present one.
+        mask: foreground, in any of the forms of `image` and of the same size: white (or True) where it is. Without one,
             foreground is what the class token of the unmerged model attends to more than evenly.
         labels: names of the classes: a file with one per line, or a list; None: ImageNet's where they fit. For a
             Segmenter camvid, voc, or a YAML file of classes.
+        blocks: blocks to draw: a list (from 0), ``"some"``, ``"all"`` or ``"last"``.
+        part: Segmenter: the component of a block to draw, ``attention`` or ``mlp``.
+        short_side: Segmenter: resize the short side of the image to this first; 0: keep its size.
+        shortcut: in the last block of a class-token model, compute the class token only.
+        model_options: what `create_model` takes (``weights``, ``img_size``, …), where `model` is a name.
 
     Examples:
-        >>> handle = dtem.patch(model, r=16)
-        >>> picture = dtem.show(handle, "cat.jpg")
+        >>> picture = dtem.show("deit_tiny_patch16_224", "cat.jpg", methods="tome,evit", r=16)
         >>> picture                        # in a notebook: the picture
         >>> picture.save("groups.png", blocks="all")
-        >>> picture.allocation("dtem")     # tokens on foreground and background after the last block
+        >>> picture.allocation("tome")     # tokens on foreground and background after the last block
     """
-    handles = as_handles(model)
+    opened = images.open_image(image)  # a file that cannot be read is refused before weights are downloaded
+    name = Path(image).name if isinstance(image, str | os.PathLike) else "image"
+    handles, files, notes = find_handles(model, labels, methods, adapters, r, shortcut, model_options)
+    dense = next(iter(handles.values())).host.dense
+    with contextlib.ExitStack() as stack:
+        if r is not None:
+            for handle in handles.values():
+                stack.enter_context(handle.at(r=r))
+        if dense:
+            if mask is not None:
+                raise DtemError("mask is for classifiers: a Segmenter predicts the class of every pixel; leave it out")
+            from dtem.visualise import segmentation
+
+            return segmentation.show_segmentation(
+                handles,
+                opened,
+                classes=named_classes(labels),
+                blocks=blocks,
+                part=part,
+                short_side=short_side,
+                name=name,
+                adapters=files,
+                notes=notes,
+            )
+        for option, value, default in (("part", part, "attention"), ("short_side", short_side, 0)):
+            if value != default:
+                raise DtemError(f"{option} = {value!r} is for a Segmenter, and the model is none; leave it out")
+        return _show_classifier(handles, opened, mask, labels, image=name, drawn=blocks, adapters=files, notes=notes)
+
+
+def _show_classifier(
+    handles: Mapping[str, Handle], opened: "Image.Image", mask: Any, labels: Labels | None, **fields: Any
+) -> Visualisation:
     first = next(iter(handles.values()))
-    if first.host.dense:
-        return _show_segmentation(handles, image, mask, labels)
-    opened = images.open_image(image)
     config = resolve_data_config(first.model)
     x = images.prepare(config, opened)
     grid = _grid(first)
@@ -226,9 +289,8 @@ def show(
         names = names or [class_name(first.model, index) for index in range(num_classes)]
     foreground, by = _foreground(first, x, opened, mask, grid)
     with torch.inference_mode(), eval_mode(first.model), first.at(r=0):
-        logits = as_logits_fn(first.model)(_like_weights(first, x))
-    return Visualisation(
-        image=Path(image).name if isinstance(image, str | os.PathLike) else "image",
+        logits = integrations.as_logits_fn(first.model)(_like_weights(first, x))
+    picture = Visualisation(
         model=first.host.name,
         labels=names,
         pixels=images.pixels(config, x)[0],
@@ -237,41 +299,17 @@ def show(
         unmerged=logits[0].float().softmax(dim=0).cpu(),
         foreground=foreground,
         foreground_by=by,
+        **fields,
     )
-
-
-def _show_segmentation(
-    handles: Mapping[str, Handle], image: Any, mask: Any, labels: Labels | None
-) -> "SegmentationVisualisation":
-    from dtem.visualise import segmentation
-
-    if mask is not None:
-        raise DtemError("mask is for classifiers: a Segmenter predicts the class of every pixel itself; leave it out")
-    if labels is not None and not isinstance(labels, str | os.PathLike):
-        raise DtemError(f"labels = {labels!r} must be camvid, voc, or a YAML file of classes for a Segmenter")
-    classes = None if labels is None else segmentation.read_classes(os.fspath(labels))
-    return segmentation.show_segmentation(handles, image, classes=classes)
-
-
-def as_handles(model: Handle | nn.Module | Mapping[str, Handle]) -> dict[str, Handle]:
-    """Handles of one model by name; a single one has the name of its method."""
-    if isinstance(model, nn.Module):
-        model = Handle(model)
-    handles = {model.method.name: model} if isinstance(model, Handle) else dict(model)
-    if not handles:
-        raise DtemError("there is nothing to show: give a handle, or several by name")
-    first = next(iter(handles.values()))
-    for name, handle in handles.items():
-        if handle.host != first.host:
-            raise DtemError(f"{name} is of {handle.host.name}, not of {first.host.name}: compare methods on one model")
-    return handles
+    picture.blocks()  # refused now, not when it is drawn
+    return picture
 
 
 @torch.inference_mode()
 def view_image(handle: Handle, x: Float[Tensor, "1 c h w"]) -> MethodView:
     """Run a patched model on a preprocessed image and record what is merged."""
     with eval_mode(handle.model), handle.trace() as trace:
-        logits = as_logits_fn(handle.model)(_like_weights(handle, x))
+        logits = integrations.as_logits_fn(handle.model)(_like_weights(handle, x))
     sources = torch.stack(trace.sources)[:, 0].cpu()
     tokens = tuple(int((size[0] > 0).sum()) for size in trace.sizes)
     return MethodView(str(handle.r), sources, tokens, logits[0].float().softmax(dim=0).cpu())

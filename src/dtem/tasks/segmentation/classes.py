@@ -9,6 +9,7 @@ classes:
     ignore: [255, [0, 0, 0]]                    # values or colours of no class
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,20 @@ def ade20k(root: Path) -> Classes:
             raise DtemError(f"{table} has {len(rows)} classes, not 150")
         names = [row[-1].split(",")[0].strip() for row in rows]
     return Classes(tuple(names), tuple(range(1, 151)), frozenset({0}))
+
+
+def named_classes(labels: object) -> Classes | None:
+    """Classes by name: camvid, voc, or a YAML file; None stays None."""
+    if labels is None:
+        return None
+    if not isinstance(labels, str | os.PathLike):
+        raise DtemError(f"labels = {labels!r} must be camvid, voc, or a YAML file of classes for a Segmenter")
+    name, known = os.fspath(labels), {"camvid": camvid, "voc": voc}
+    if name in known:
+        return known[name]()
+    if not Path(name).is_file():
+        raise DtemError(f"labels = {name!r}: give camvid, voc, or a YAML file of classes (docs/tasks.md)")
+    return from_yaml(Path(name))
 
 
 def from_yaml(path: Path) -> Classes:
