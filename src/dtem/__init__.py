@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtem.evaluation.evaluate import evaluate as evaluate
     from dtem.evaluation.flops_report import count_flops as count_flops
     from dtem.evaluation.model_overview import model_overview as model_overview
+    from dtem.evaluation.paper_speed import benchmark_paper as benchmark_paper
     from dtem.evaluation.predict import predict as predict
     from dtem.exporters.export import export as export
     from dtem.handle import Handle as Handle
@@ -41,6 +42,7 @@ _PUBLIC = {
     "Handle": "dtem.handle",
     "average_adapters": "dtem.adapters.averaging",
     "benchmark": "dtem.evaluation.benchmark",
+    "benchmark_paper": "dtem.evaluation.paper_speed",
     "compare": "dtem.evaluation.compare",
     "count_flops": "dtem.evaluation.flops_report",
     "create_model": "dtem.models.factory",

@@ -55,6 +55,8 @@ class Column:
     """Shown for None."""
     of_row: bool = False
     """`show` takes the whole row."""
+    optional: bool = False
+    """Left out of a table in which all values are None."""
 
     def cell(self, row: Any, name: str) -> str:
         """The field `name` of `row` as text."""
@@ -67,7 +69,12 @@ class Column:
 def table(title: str, rows: Sequence[Any], caption: str | None = None) -> Table:
     """Rows of one type, with those of their fields that are annotated with a `Column`."""
     hints = get_type_hints(type(rows[0]), include_extras=True)
-    columns = {name: each for name, hint in hints.items() for each in getattr(hint, "__metadata__", ())}
+    columns = {
+        name: each
+        for name, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if not (each.optional and all(getattr(row, name) is None for row in rows))
+    }
     cells = [[column.cell(row, name) for name, column in columns.items()] for row in rows]
     return Table(title, [column.header for column in columns.values()], cells, caption)
 

@@ -6,6 +6,7 @@ import torch
 
 import dtem
 from dtem.errors import DtemError
+from dtem.evaluation import oracle
 from dtem.measure import flops, throughput
 
 QUICK = {"batch_size": 2, "rounds": 1, "warmup": 0, "progress": False}
@@ -64,7 +65,8 @@ def test_report_has_a_table_and_a_document() -> None:
         "model", "method", "adapter", "device", "dtype", "compile", "shortcut", "threads", "rounds", "rows",
     ]  # fmt: skip
     assert set(document["rows"][0]) == {
-        "batch", "r", "macs", "macs_ratio", "images_per_second", "seconds", "speedup", "peak_bytes",
+        "batch", "r", "macs", "macs_ratio", "images_per_second", "seconds", "speedup", "oracle_seconds",
+        "of_oracle", "peak_bytes",
     }  # fmt: skip
     assert set(document["rows"][0]["speedup"]) == {"median", "low", "high", "min", "max"}
     assert "unmerged" in str(report)
@@ -88,3 +90,40 @@ def test_mistakes_are_named_before_a_model_is_built(
     monkeypatch.setattr(timm, "create_model", lambda *_args, **_options: pytest.fail("the model was built"))
     with pytest.raises(DtemError, match=message):
         dtem.benchmark("test_vit", **{**QUICK, **options})
+
+
+def test_the_oracle_keeps_as_many_tokens_without_choosing(timed: dict[str, torch.nn.Module]) -> None:
+    report = dtem.benchmark(tiny(), ["4", "8@-0.5"], oracle=True, shortcut=True, **{**QUICK, "batch_size": [1, 2]})
+    for spec in ("4", "8@-0.5"):
+        merged, oracle = dtem.Handle(timed[spec]), dtem.Handle(timed[f"oracle {spec}"])
+        assert oracle.tokens == merged.tokens
+        assert oracle.merger.shortcut
+        assert not list(oracle.method.parameters())
+        assert "dtem.embeddings" not in str(oracle.model)
+    assert [row.r for row in report.rows] == [None, "4", "8@-0.5"] * 2
+    for row in report.rows:
+        assert (row.of_oracle is None) == (row.oracle_seconds is None) == (row.r is None)
+    assert "of the oracle" in str(report)
+    assert "of the oracle" not in str(dtem.benchmark(tiny(), 4, **QUICK))
+
+
+def test_the_oracle_keeps_the_prefix_and_spreads_the_rest() -> None:
+    kept = oracle._kept(13, 4, 2, torch.device("cpu")).tolist()
+    assert kept[:2] == [0, 1]
+    assert len(set(kept)) == 9
+    assert kept == sorted(kept)
+    assert max(kept) <= 12
+    assert oracle._kept(3, 1, 2, torch.device("cpu")).tolist() == [0, 1]
+
+
+def test_the_oracle_of_an_adapter_with_norms_is_the_plain_host() -> None:
+    handle = dtem.patch(tiny(), norms=True, r=4)
+    dropping = oracle.as_oracle(handle)
+    assert dropping.tokens == handle.tokens
+    assert not any("Tuned" in type(module).__name__ for module in dropping.model.modules())
+
+
+@pytest.mark.parametrize("method", ["ats", "dynamicvit", "evo_vit"])
+def test_methods_that_do_more_than_drop_have_no_oracle(method: str) -> None:
+    with pytest.raises(DtemError, match=f"{method}.* does more than that"):
+        dtem.benchmark(tiny(), 0, method=method, oracle=True, **QUICK)

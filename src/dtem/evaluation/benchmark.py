@@ -14,6 +14,7 @@ from dtem import integrations, methods, schedule
 from dtem.adapters.attach import as_handle, attach, is_patched
 from dtem.errors import DtemError
 from dtem.evaluation.evaluation_report import public_name
+from dtem.evaluation.oracle import as_oracle
 from dtem.evaluation.variants import UNMERGED, check_device
 from dtem.handle import Handle
 from dtem.measure import flops, throughput
@@ -22,9 +23,13 @@ from dtem.models.factory import create_model
 from dtem.progress import progress_bar
 from dtem.tables import Column, Report, Table, giga, spread, table
 
+ORACLE = "oracle "
+"""Before r: the name of its drop oracle among the timed variants."""
 
-def _quartiles(speedup: Spread) -> str:
-    return spread(speedup.median, speedup.low, speedup.high)
+
+def quartiles(ratio: Spread) -> str:
+    """A ratio with its quartiles, for tables."""
+    return spread(ratio.median, ratio.low, ratio.high)
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,12 @@ class BenchmarkRow:
     images_per_second: Annotated[float, Column("im/s", "{:.1f}")]
     seconds: Annotated[float, Column("latency ms", lambda seconds: f"{1000 * seconds:.2f}")]
     """Median time of one forward of the batch."""
-    speedup: Annotated[Spread, Column("speed-up (quartiles)", _quartiles)]
+    speedup: Annotated[Spread, Column("speed-up (quartiles)", quartiles)]
     """Time of the unmerged model over the time of this one, round by round."""
+    oracle_seconds: float | None
+    """Median time of the drop oracle at the same token counts, if it was asked for."""
+    of_oracle: Annotated[Spread | None, Column("of the oracle", quartiles, optional=True)]
+    """Time of the oracle over the time of this one, round by round: 1 where merging itself costs nothing."""
     peak_bytes: Annotated[int | None, Column("peak memory MB", lambda peak: f"{peak / 1e6:.1f}", missing="–")]
     """Most memory that a forward holds beyond weights and input; None where that is not known."""
 
@@ -84,6 +93,7 @@ def benchmark(
     threads: int | None = None,
     seed: int = 0,
     shortcut: bool = False,
+    oracle: bool = False,
     progress: bool = True,
     **model_options: Any,
 ) -> BenchmarkReport:
@@ -107,6 +117,8 @@ def benchmark(
         threads: CPU threads; default: as they are.
         seed: of images and random weights.
         shortcut: in the last block of a class-token model, compute the class token only.
+        oracle: in the same rounds, time the drop oracle of each r, too: the same model with as many tokens in every
+            block, which it keeps at fixed positions. What merging takes more than that is the cost of merging itself.
         progress: show a progress bar on stderr.
         model_options: what `create_model` takes (``pretrained``, ``img_size``, …), where `model` is a name.
 
@@ -121,6 +133,7 @@ def benchmark(
     host, handles = _variants(model, specs, method, adapter, shortcut, device, dtype, model_options)
     first = handles[specs[0]]
     models = {UNMERGED: host, **{spec: handle.model for spec, handle in handles.items()}}
+    oracles = {spec: as_oracle(handle).model for spec, handle in handles.items()} if oracle else {}
     macs = {name: flops.count(variant, first.host.image).macs for name, variant in models.items()}
     rows = []
     bar = progress_bar(len(sizes) * (rounds + warmup), "timing", "round", show=progress)
@@ -128,12 +141,14 @@ def benchmark(
         for size in sizes:
             images = torch.randn(size, *first.host.image, generator=torch.Generator().manual_seed(seed))
             batch = images.to(device, getattr(torch, dtype))
-            forwards: dict[str, Any] = {name: integrations.as_logits_fn(variant) for name, variant in models.items()}
+            timed = {**models, **{f"{ORACLE}{spec}": variant for spec, variant in oracles.items()}}
+            forwards: dict[str, Any] = {name: integrations.as_logits_fn(variant) for name, variant in timed.items()}
             if compile:
                 torch.compiler.reset()  # a graph for this batch size, not one for all
                 forwards = {name: torch.compile(forward, dynamic=False) for name, forward in forwards.items()}
             timings = throughput.compare(forwards, batch, rounds, warmup, progress=lambda: advance(1))
-            for name, timing in timings.items():
+            for name in models:
+                timing, dropping = timings[name], timings.get(f"{ORACLE}{name}")
                 row = BenchmarkRow(
                     batch=size,
                     r=None if name == UNMERGED else name,
@@ -142,6 +157,8 @@ def benchmark(
                     images_per_second=timing.images_per_second,
                     seconds=timing.seconds,
                     speedup=timing.speedup,
+                    oracle_seconds=None if dropping is None else dropping.seconds,
+                    of_oracle=None if dropping is None else timing.share_of(dropping),
                     peak_bytes=throughput.peak_bytes(forwards[name], batch) if batch.is_cuda or not compile else None,
                 )
                 rows.append(row)

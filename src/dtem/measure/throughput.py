@@ -45,6 +45,12 @@ class Timing:
     images_per_second: float
     speedup: Spread
     """Time of the first variant over the time of this one, round by round."""
+    rounds: tuple[float, ...] = ()
+    """Seconds of every round."""
+
+    def share_of(self, other: "Timing") -> Spread:
+        """Time of `other` over the time of this one, round by round: 1 where this one is as fast."""
+        return spread([theirs / own for theirs, own in zip(other.rounds, self.rounds, strict=True)])
 
 
 def compare(
@@ -96,7 +102,8 @@ def compare(
 
 def _timing(own: list[float], baseline: list[float], images: int) -> Timing:
     median = statistics.median(own)
-    return Timing(median, images / median, spread([base / mine for base, mine in zip(baseline, own, strict=True)]))
+    speedup = spread([base / mine for base, mine in zip(baseline, own, strict=True)])
+    return Timing(median, images / median, speedup, tuple(own))
 
 
 def spread(values: list[float]) -> Spread:
