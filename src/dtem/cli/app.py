@@ -101,6 +101,7 @@ def _models(args: Namespace) -> "list[Model]":
     from dtem.adapters import storage
     from dtem.app import examples
     from dtem.app.explorer import Model, digit_model, load_accuracies
+    from dtem.data.labels import num_classes
     from dtem.models.factory import create_model
 
     settings = options.model_options(args)
@@ -115,6 +116,6 @@ def _models(args: Namespace) -> "list[Model]":
         load_accuracies(record, args.model)  # a wrong file is refused before weights are downloaded
     adapter = storage.shipped_for(args.model) if args.adapter is None else storage.locate(args.adapter, None)
     host = create_model(args.model, **settings)
-    if not getattr(host, "num_classes", 1):
+    if num_classes(host) == 0:
         raise DtemError(f"{args.model} has no classifier, and the explorer shows predictions; try `dtem show`")
     return [Model(args.model, host, examples.drawings(), adapter, record), digit_model()]

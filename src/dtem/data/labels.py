@@ -1,4 +1,4 @@
-"""Names of classes: from a file or list, or ImageNet's where the head has its 1,000 classes."""
+"""Classes of a model: how many, and their names: from a file or list, the model's own, or ImageNet's."""
 
 import functools
 import os
@@ -10,15 +10,24 @@ from torch import nn
 
 from dtem.errors import DtemError
 
+IMAGENET = 1000
 Labels = str | os.PathLike[str] | Sequence[str]
 """A text file with one class name per line, or the names themselves."""
 
 
+def num_classes(model: Any) -> int | None:
+    """Classes of a model's head: 0 if it gives features, None if it does not say."""
+    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        return int(model.config.num_labels) if "ForImageClassification" in type(model).__name__ else 0
+    count: int | None = getattr(model, "num_classes", None)
+    return count
+
+
 def class_labels(model: nn.Module, labels: Labels | None = None) -> list[str] | None:
-    """One name per class of `model`; without `labels` those of ImageNet if they fit, else None."""
-    num_classes = getattr(model, "num_classes", None)
+    """One name per class of `model`; without `labels` the model's own, or those of ImageNet if they fit, else None."""
+    count = num_classes(model)
     if labels is None:
-        return list(_imagenet().label_descriptions()) if num_classes == 1000 else None
+        return _own_names(model) or (list(_imagenet().label_descriptions()) if count == IMAGENET else None)
     if isinstance(labels, str | os.PathLike):
         try:
             names = Path(labels).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
@@ -28,17 +37,27 @@ def class_labels(model: nn.Module, labels: Labels | None = None) -> list[str] | 
     else:
         names = list(labels)
         source = f"there are {len(names)} labels"
-    if num_classes is not None and len(names) != num_classes:
-        raise DtemError(f"{source}, and the model {num_classes} classes; give one for each")
+    if count is not None and len(names) != count:
+        raise DtemError(f"{source}, and the model {count} classes; give one for each")
     return names
 
 
 def class_name(model: nn.Module, index: int) -> str:
-    """Short name of a class: ImageNet's where the head has its 1,000 classes, else its number."""
-    if getattr(model, "num_classes", None) != 1000:
+    """Short name of a class: the model's own, or ImageNet's where the head has its 1,000 classes, else its number."""
+    own = _own_names(model)
+    if own is None and num_classes(model) != IMAGENET:
         return str(index)
-    description: str = _imagenet().index_to_description(index)
+    description: str = own[index] if own else _imagenet().index_to_description(index)
     return description.partition(",")[0]
+
+
+def _own_names(model: Any) -> list[str] | None:
+    """The class names in a configuration of transformers; its placeholders (LABEL_0, …) are none."""
+    names: dict[int, str] = getattr(getattr(model, "config", None), "id2label", None) or {}
+    count = num_classes(model)
+    if not count or sorted(names) != list(range(count)) or names[0] == "LABEL_0":
+        return None
+    return [names[index] for index in range(count)]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch import nn
 
 from dtem import integrations
 from dtem.data import sources
+from dtem.data.labels import num_classes
 from dtem.data.loader import Loader
 from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import Source
@@ -145,7 +146,7 @@ def evaluate_classifiers(
         if knn is not None:
             bank = loader(sources.open_source(knn) if isinstance(knn, str) else knn)
             forwards = nearest.as_classifiers(forwards, bank, num_neighbours, settings.device, settings.progress)
-        images = loader(source, getattr(model, "num_classes", None) or None)
+        images = loader(source, num_classes(model) or None)
         total = min((count for count in (settings.limit, source.length) if count is not None), default=None)
         with progress_bar(total, show=settings.progress) as advance:
             outcomes = evaluator.run_variants(

@@ -11,6 +11,7 @@ from torch import nn
 
 from dtem import integrations, schedule
 from dtem.adapters.attach import is_patched
+from dtem.data import labels
 from dtem.data.sources import Source
 from dtem.errors import DtemError, require
 from dtem.evaluation.captioning import evaluate_captioners
@@ -178,7 +179,7 @@ def build(
 
     handle = Handle(own_copy()) if is_patched(model) else None
     base = own_copy() if handle is None else Handle(share(handle.model)).unpatch()
-    if features and getattr(base, "num_classes", None):
+    if features and labels.num_classes(base):
         if handle is not None or not hasattr(base, "reset_classifier"):
             raise DtemError("knn compares features: give a model without a classifier, built with num_classes=0")
         base.reset_classifier(0)  # type: ignore[operator]

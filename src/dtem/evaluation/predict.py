@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtem import integrations
 from dtem.data import sources
-from dtem.data.labels import Labels, class_labels
+from dtem.data.labels import Labels, class_labels, num_classes
 from dtem.data.loader import Loader, none_left
 from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import Record, Source
@@ -118,7 +118,7 @@ def predict(
     for name, value in (("top", top), ("limit", limit)):
         if value is not None and value < 1:
             raise DtemError(f"{name} = {value} must be 1 or more")
-    if not getattr(model, "num_classes", 1):
+    if num_classes(model) == 0:
         raise DtemError(f"{host.name} has no classifier, so there are no classes to predict: give num_classes")
     names = class_labels(model, labels)
     transform = eval_transform(resolve_data_config(model))

@@ -249,7 +249,7 @@ class HfIntegration(Integration):
         encoder = model.get_submodule(layout.encoder)
         config = encoder.config
         prefix, class_token = self.prefix(encoder)
-        height, width = _pair(config.image_size)
+        height, width = getattr(model, "dtem_image_size", None) or _pair(config.image_size)
         patch_height, patch_width = _pair(config.patch_size)
         norms, biases = find_affine(model, self.affine_roots(model, layout))
         return HostSpec(

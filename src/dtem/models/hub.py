@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dtem.errors import DtemError, first_line, require
-from dtem.models import git
+from dtem.models import git, hf_processor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,10 @@ def create(
             else:
                 _change(config, options, name)
                 settings = {"config": config, "revision": revision or "main"}
+                if options.get("num_classes") is not None and options.get("img_size") is None:
+                    settings["ignore_mismatched_sizes"] = True  # a new head, as timm makes one
                 model = cls.from_pretrained(source, **settings) if pretrained else cls(config)
+                _add_preprocessing(model, source, revision, options.get("img_size"))
         except DtemError:
             raise
         except Exception as error:  # transformers and the Hub raise errors of every kind here
@@ -89,6 +92,19 @@ def create(
     if not os.path.isdir(source):
         note_revision(source, revision, model if pretrained else None)
     return model.eval()
+
+
+def _add_preprocessing(model: Any, source: str, revision: str | None, img_size: tuple[int, int] | None) -> None:
+    """`model.pretrained_cfg`, as timm's models have it; and the image size, if the model takes images of any size."""
+    cfg = hf_processor.read_preprocessing(source, model.config, revision)
+    if cfg is not None:
+        model.pretrained_cfg = cfg
+    size, patch = img_size if cfg is None else img_size or cfg["input_size"][1:], getattr(model.config, "patch_size", 1)
+    if size is None or model.config.model_type not in hf_processor.ANY_SIZE:
+        return
+    if size[0] % patch or size[1] % patch:
+        raise DtemError(f"img_size = {size[0]}x{size[1]} is not a multiple of the patch size, {patch}")
+    model.dtem_image_size = size
 
 
 @contextlib.contextmanager
@@ -122,7 +138,7 @@ def _reachable(url: str, seconds: float = 5.0) -> bool:
 def _change(config: Any, options: dict[str, Any], name: str) -> None:
     vision = getattr(config, "vision_config", config)
     size = options.get("img_size")
-    if size is not None:
+    if size is not None and vision.model_type not in hf_processor.ANY_SIZE:
         if size[0] != size[1]:
             raise DtemError(f"img_size = {size[0]}x{size[1]}: models of transformers take square images; {name} too")
         vision.image_size = size[0]

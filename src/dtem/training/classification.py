@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtem.data.loader import Batch, Loader
 from dtem.data.sources import Source, open_source
 from dtem.data.transforms import Transform, create_mixup, eval_transform, mix, train_transform
 from dtem.errors import DtemError
 from dtem.handle import Handle
+from dtem.integrations import as_logits_fn
 from dtem.tasks.classification import evaluator
 from dtem.tasks.classification.loss import distill_loss, feature_loss, fisher_probes, task_loss
 from dtem.tasks.classification.outcomes import Outcomes
@@ -63,6 +64,10 @@ class Classification(TaskBase):
         if self.mixup is not None:
             images, target = mix(self.mixup, images, target, seed)
         return (images,), target
+
+    def forward(self, model: nn.Module, *inputs: Any) -> Tensor:
+        logits: Tensor = as_logits_fn(model)(*inputs)
+        return logits
 
     def task_loss(self, logits: Tensor, target: Any) -> Tensor:
         return task_loss(logits, target, self.config.smoothing)

@@ -318,7 +318,7 @@ class TrainingRun:
         activate_phase(self.plan, phase, self.handle, rate, r_factor)
         self.handle.method.train(phase.soft)  # randomness of the method, also beside a host in eval mode
         with self.handle.auxiliary_losses() as losses:
-            output: Tensor = self.handle.model(*inputs)
+            output: Tensor = self.task.forward(self.handle.model, *inputs)
         auxiliary.update(losses)
         auxiliary.merge_candidates = losses.merge_candidates
         return output
@@ -327,9 +327,9 @@ class TrainingRun:
     def _run_teacher(self, *inputs: Tensor) -> Tensor:
         """The output of the model without merging."""
         if self.teacher is not None:
-            return self.teacher(*inputs)
+            return self.task.forward(self.teacher, *inputs)
         self.handle.mode, self.handle.r = "hard", 0
-        return self.handle.model.eval()(*inputs)
+        return self.task.forward(self.handle.model.eval(), *inputs)
 
     def _optimiser(self, name: str) -> Any:
         groups = parameter_groups(self.plan.parameters[name], self.config.weight_decay)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from dtem.data.labels import num_classes
 from dtem.data.loader import Batch, Loader
 from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import Source
@@ -65,7 +66,7 @@ class TaskBase(ABC):
         self.data_config = resolve_data_config(model)
         """Preprocessing of the model."""
         self.accelerator = accelerator
-        self.num_classes = int(getattr(model, "num_classes", 0)) or None
+        self.num_classes = num_classes(model) or None
         self._source = source
 
     @functools.cached_property
@@ -135,6 +136,10 @@ class TaskBase(ABC):
     @abstractmethod
     def prepare(self, batch: Batch, seed: int) -> tuple[tuple[Any, ...], Any]:
         """Model inputs, and the target of the losses, on the device."""
+
+    def forward(self, model: nn.Module, *inputs: Any) -> Any:
+        """The output of the model, with or without merging."""
+        return model(*inputs)
 
     def logits(self, output: Any) -> Tensor:
         """The logits in a model's output."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from dtem import ops
 from dtem import schedule as schedules
 from dtem.handle import Handle
-from dtem.integrations import Merger
+from dtem.integrations import as_logits_fn
 from dtem.integrations.weight_sharing import share
 from dtem.methods.base import Config, Method
 from dtem.types import HostSpec, Taps, Tokens
@@ -38,8 +38,9 @@ def class_attention(handle: Handle, images: Float[Tensor, "b c h w"]) -> Float[T
     if handle.host.dense or "class_token" not in handle.host.provides:
         return None
     model, recorder = share(handle.model), _RecordAttention(handle.host)
-    model.dtem = Merger(recorder, schedules.Constant(0), handle.merger.family)
-    with model.dtem.tracing():  # otherwise blocks that merge nothing are not run one by one
-        model.eval()(images)
+    merger = Handle(model).merger
+    merger.method, merger.schedule = recorder, schedules.Constant(0)
+    with merger.tracing():  # otherwise blocks that merge nothing are not run one by one
+        as_logits_fn(model.eval())(images)
     mean = torch.stack(recorder.recorded).mean(dim=0)
     return mean / mean.sum(dim=1, keepdim=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtem import integrations
 from dtem.data import images
-from dtem.data.labels import Labels, class_labels, class_name
+from dtem.data.labels import Labels, class_labels, class_name, num_classes
 from dtem.data.preprocessing import resolve_data_config
 from dtem.errors import DtemError
 from dtem.evaluation.variants import Adapters
@@ -284,9 +284,9 @@ def _show_classifier(
     x = images.prepare(config, opened)
     grid = _grid(first)
     names = None
-    if num_classes := getattr(first.model, "num_classes", 1):
+    if (count := num_classes(first.model)) != 0:
         names = None if labels is None else class_labels(first.model, labels)
-        names = names or [class_name(first.model, index) for index in range(num_classes)]
+        names = names or [class_name(first.model, index) for index in range(count or 1)]
     foreground, by = _foreground(first, x, opened, mask, grid)
     with torch.inference_mode(), eval_mode(first.model), first.at(r=0):
         logits = integrations.as_logits_fn(first.model)(_like_weights(first, x))
