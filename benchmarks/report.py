@@ -19,6 +19,7 @@ from dtem.errors import DtemError
 from dtem.files import write_file
 from dtem.measure import record
 from dtem.tables import Table
+from dtem.visualise import curves
 
 EXAMPLES = """\
 examples:
@@ -103,7 +104,7 @@ def load_records(folder: Path) -> tuple[StudyRecords, dict[str, record.Record]]:
 
 
 def html_page(studies: StudyRecords, others: Mapping[str, record.Record]) -> str:
-    """One page of all records: measured studies, other studies, other measurements."""
+    """One page of all records: measured studies, other studies in one line, other measurements."""
     from dtem.visualise import html_page
 
     page = html_page.Page("dtem: the paper's studies")
@@ -111,31 +112,31 @@ def html_page(studies: StudyRecords, others: Mapping[str, record.Record]) -> str
         "Tables and plots are drawn from records. Numbers measured at small scale are marked: compare their finding "
         "with the paper's, not their values."
     )
-    measured = {name for name, _ in studies}
-    for name in sorted(specs.names(), key=lambda name: name not in measured):
+    measured = [name for name in specs.names() if any((name, scale) in studies for scale in SCALES)]
+    if missing := [specs.find(name).title for name in specs.names() if name not in measured]:
+        page.text(f"Not yet measured: {'; '.join(missing)}.")
+    for name in measured:
         study = specs.find(name)
         page.heading(study.title)
         page.text(f"The paper: {study.finding}")
-        if name not in measured:
-            page.text("Not yet measured.")
         for scale in SCALES:
             if (name, scale) in studies:
                 _add_study(page, study, studies[name, scale])
     for name, other in others.items():
-        page.heading(f"Other measurements: {name.replace('_', ' ')}")
         if table := rows_table(name, other):
+            page.heading(f"Other measurements: {name.replace('_', ' ')}")
             page.table(table.columns, table.rows)
             page.text(table.caption)
-        page.facts({"command": " ".join(other.command), "time": other.time})
+            page.facts({"command": " ".join(other.command), "time": other.time})
     return page.html()
 
 
 def _add_study(page: Any, study: Study, measured: record.Record) -> None:
     if measured.results["rows"]:
-        svg = study_plots.draw(study, measured).decode()
-        page.figure(svg, f"{study.title}, {measured.results['scale']} scale", plot=True)
+        drawn = curves.for_page(study_plots.panels(study, measured))
+        page.plot(drawn, f"{study_plots.title(study, measured)}. {study_plots.caption(study, measured)}")
     for table in study_tables(study, measured):
-        page.text(table.title)
+        page.subheading(table.title)
         page.table(table.columns, table.rows)
         page.text(table.caption)
     command = " ".join(measured.command)

@@ -389,14 +389,17 @@ def fill(text: str) -> str:
 
 
 def segmentation_plot(rows: list[dict[str, Any]]) -> bytes:
-    from dtem.visualise import curves
+    from dtem.visualise import curves, style
 
     lines: dict[str, list[curves.Point]] = {}
     for row in rows:
         name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM by Fisher initialisation")
-        lines.setdefault(name, []).append(curves.Point(row["gmacs"], row["miou"], row["ratio"]))
+        value, between = row["miou"], row.get("against_none")
+        ends = between and (value - between["value"] + between["low"], value - between["value"] + between["high"])
+        lines.setdefault(name, []).append(curves.Point(row["gmacs"], value, row["ratio"], ends))
     (base,) = lines.pop("none")
-    return curves.draw(lines, base=base._replace(label="unmerged"), value="mean IoU (%)", form="svg")
+    drawn = curves.draw(lines, base=base._replace(label="unmerged"), value="mean IoU (%)", form="svg")
+    return style.standalone(drawn.decode()).encode()
 
 
 PLOTS: dict[str, tuple[str, Callable[[Any], bytes]]] = {"segmentation.svg": ("segmentation_proof", segmentation_plot)}

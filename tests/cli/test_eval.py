@@ -156,8 +156,8 @@ def test_files(run, folder: Path, tmp_path) -> None:
     assert str(folder) not in (out / "record.json").read_text()
     assert Outcomes.load(out / "tome-r8.safetensors").top1 == by_name(document)["tome", "8"]["top1"]
     drawn = plot.read_text()
-    for word in ("tome", "dtem", "unmerged", "r=8", MODEL):
-        assert f"<!-- {word} -->" in drawn
+    for word in ("ToMe", "DTEM", "unmerged", "r=8", MODEL):
+        assert f">{word}" in drawn
 
 
 def test_compare_pairs_saved_files(run, folder: Path, tmp_path, capsys) -> None:

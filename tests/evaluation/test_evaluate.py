@@ -77,7 +77,7 @@ def test_a_report_is_short_in_a_prompt_and_a_table_in_a_notebook(model: nn.Modul
     assert "excluded" not in text  # zero is no news
     json.dumps(report.to_dict(), allow_nan=False)
     report.save_plot(tmp_path / "curve.svg")
-    assert "<!-- r=8 -->" in (tmp_path / "curve.svg").read_text()
+    assert ">r=8</text>" in (tmp_path / "curve.svg").read_text()
 
 
 def test_learned_rates_run_beside_a_method_that_has_none(model: nn.Module, images: Path, tmp_path: Path) -> None:

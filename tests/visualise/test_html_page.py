@@ -34,6 +34,17 @@ def test_figures_lose_what_names_other_places() -> None:
     assert figure.find("figcaption").text == "what it is"
 
 
+def test_tables_leave_out_empty_columns_and_fold_when_long() -> None:
+    page = html_page.Page("t")
+    page.table(["name", "empty", "text"], [["a", "", "more words than fit into a short cell"], ["b", "", ""]])
+    page.table(["n"], [[str(index)] for index in range(html_page.FOLDED + 1)])
+    first, second = ElementTree.fromstring(page.html()).findall(".//table")
+    assert [cell.text for cell in first.iter("th")] == ["name", "text"]
+    assert [cell.attrib for cell in first.iter("td")] == [{}, {"class": "text"}, {}, {"class": "text"}]
+    [folded] = ElementTree.fromstring(page.html()).findall(".//details")
+    assert folded.find(".//table").find(".//td").text == second.find(".//td").text == "0"
+
+
 def test_something_else_than_svg_is_refused() -> None:
     with pytest.raises(ValueError):
         html_page.Page("t").figure("no picture", "caption")

@@ -11,7 +11,7 @@ from dtem.data.preprocessing import pixel_statistics, resolve_data_config
 from dtem.data.sources import Source, Subset
 from dtem.data.transforms import eval_transform
 from dtem.evaluation.classification import ClassificationReport
-from dtem.evaluation.variants import UNMERGED, file_name
+from dtem.evaluation.variants import file_name
 from dtem.handle import Handle
 from dtem.measure import record
 from dtem.tables import Table
@@ -45,9 +45,7 @@ def page(demo: "DemoReport", pictures: Sequence[Picture]) -> str:
         *conclusions(demo.verdicts),
     )
     document.heading("Accuracy and cost")
-    document.figure(
-        _plot(evaluation), "Accuracy against operations per image; the star is the unmerged model.", plot=True
-    )
+    document.plot(_plot(evaluation), "Bars: 95 % interval of the difference to the unmerged model (the star).")
     for table in evaluation.parts():
         if isinstance(table, Table):
             document.heading(table.title)
@@ -126,8 +124,6 @@ def _figure(image: Tensor, sources: Mapping[str, Tensor], config: Mapping[str, A
 
 
 def _plot(evaluation: ClassificationReport) -> str:
-    lines: dict[str, list[curves.Point]] = {}
-    base, *rows = evaluation.rows
-    for row in rows:
-        lines.setdefault(row.method, []).append(curves.Point(row.macs / 1e9, row.top1, f"r={row.r}"))
-    return curves.draw(lines, base=curves.Point(base.macs / 1e9, base.top1, UNMERGED), form="svg").decode()
+    lines, base = evaluation.curve()
+    value = f"top-1 accuracy on {evaluation.images} images (%)"
+    return curves.for_page([curves.Panel(lines, base, value=value)])

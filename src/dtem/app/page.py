@@ -8,9 +8,9 @@ from typing import Any
 from dtem.app.explorer import UNMERGED, Cost, Model, Result, interpolate, load_accuracies
 from dtem.data.labels import class_name
 from dtem.errors import DtemError
-from dtem.visualise import curves, groups
+from dtem.visualise import curves, groups, html_page, style
 
-STYLE = """
+STYLE = f"""{style.variables("body.dark { %s }")}{html_page.PLOT_STYLE}""" + """
 .dtem-cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 235px), 1fr)); gap: 14px; }
 .dtem-card { border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 12px; min-width: 0;
   background: var(--background-fill-primary); max-width: 420px; }
@@ -28,7 +28,7 @@ STYLE = """
 .dtem-bar span { position: relative; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .dtem-bar span:last-child { flex-shrink: 0; }
 .dtem-message { border: 1px solid #d97706; border-left-width: 5px; border-radius: 8px; padding: 12px 14px; }
-.dtem-plot { background: #fff; border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 8px;
+.dtem-plot { background: var(--background-fill-primary); border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 8px;
   max-width: 640px; }
 .dtem-plot svg { width: 100%; height: auto; display: block; }
 .dtem-note { opacity: 0.8; font-size: 0.85rem; margin: 6px 0; }
@@ -38,7 +38,7 @@ STYLE = """
   .dtem-card:first-child { grid-column: 1 / -1; display: grid; grid-template-columns: 42% minmax(0, 1fr); gap: 0 10px; }
   .dtem-card:first-child h3 { grid-column: 1 / -1; } .dtem-card:first-child img { grid-row: span 7; }
   .dtem-card:first-child .dtem-facts { margin: 0 0 6px; }
-  .dtem-plot { overflow-x: auto; padding: 0; } .dtem-plot svg { width: 480px; }
+  .dtem-plot { padding: 4px; }
 }
 #examples .grid-wrap, #examples .gallery-container { height: auto !important; min-height: 0 !important; }
 #examples .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; padding-top: 30px; }
@@ -98,9 +98,9 @@ def _probability_curve(result: Result) -> str:
     }
     lines = {name: [_thin_labels(point, 8) for point in points] for name, points in result.probability_curves.items()}
     value = f"probability of {class_name(result.model.host, predicted)} (%)"
-    svg = curves.draw(lines, base=base, now=now, value=value, form="svg").decode()
+    drawn = curves.for_page([curves.Panel(lines, base, now=now, value=value)])
     return (
-        f'<div class="dtem-plot">{svg[svg.index("<svg") :]}</div><p class="dtem-note">This image alone: '
+        f'<div class="dtem-plot">{drawn}</div><p class="dtem-note">This image alone: '
         f"probability of the unmerged model's prediction as r grows. Ringed: r = {result.r}. For accuracy, run "
         "<code>dtem eval … --out DIR</code> and start with <code>dtem app … --record DIR/record.json</code>.</p>"
     )
@@ -110,8 +110,7 @@ def _probability_curve(result: Result) -> str:
 def _plot(path: Any, names: Sequence[str], now: Sequence[tuple[str, curves.Point]]) -> str:
     lines = {name: [_thin_labels(point) for point in line] for name, line in load_accuracies(path)[1].items()}
     base = lines[UNMERGED][0]._replace(label=UNMERGED)
-    svg = curves.draw({name: lines[name] for name in names}, base=base, now=dict(now), form="svg").decode()
-    return svg[svg.index("<svg") :]
+    return curves.for_page([curves.Panel({name: lines[name] for name in names}, base, now=dict(now))])
 
 
 def _thin_labels(point: curves.Point, step: int = 16) -> curves.Point:

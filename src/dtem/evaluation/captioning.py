@@ -72,6 +72,9 @@ class CaptioningReport(EvaluationReport):
     task: ClassVar[str] = "captioning"
     plotted: ClassVar[tuple[str, str]] = ("cider", "CIDEr")
 
+    def against_unmerged(self, row: CaptioningRow) -> Difference | None:
+        return (row.against_unmerged or {}).get("CIDEr")
+
     def to_dict(self) -> dict[str, Any]:
         rows = []
         for row in map(asdict, self.rows):

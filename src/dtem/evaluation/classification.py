@@ -26,6 +26,7 @@ from dtem.evaluation.evaluation_report import (
     shared_fields,
 )
 from dtem.evaluation.variants import REFERENCE, Setup, Variant, variants_of, with_measured_cost
+from dtem.measure.statistics import Difference
 from dtem.progress import progress_bar
 from dtem.tables import Column, Report, Table, giga, table
 from dtem.tasks.classification import evaluator
@@ -99,6 +100,9 @@ class ClassificationReport(EvaluationReport):
                 {"method": method, "r": r, **asdict(pair)} for (method, r), pair in self.against_tome.items()
             ],
         }
+
+    def against_unmerged(self, row: ClassificationRow) -> Difference | None:
+        return None if row.against_unmerged is None else row.against_unmerged.top1
 
     def parts(self) -> list[Table | str]:
         left_out = left_out_notes(self.left_out, list(self.listed), len(self.unreadable))

@@ -3,14 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from dtem.data.sources import Source
 from dtem.errors import DtemError
 from dtem.evaluation.flops_report import CONVENTIONS
 from dtem.evaluation.variants import REFERENCE, UNMERGED, Setup, Variant
 from dtem.measure import record
+from dtem.measure.statistics import Difference
 from dtem.tables import Report
+
+if TYPE_CHECKING:
+    from dtem.visualise.curves import Point
 
 THROUGHPUT_NOTE = "im/s: forward only, measured along the way: a rough number. Rely on `dtem bench`."
 
@@ -56,22 +60,42 @@ class EvaluationReport(Report):
         return {"task": self.task, **shown, "conventions": CONVENTIONS, "rows": [asdict(row) for row in rows]}
 
     def save_plot(self, path: str | Path) -> None:
-        """Draw the metric against GFLOPs, one line per method, as .png, .svg or .pdf."""
+        """Draw the metric against GFLOPs, one line per method, as .png, .svg or .pdf.
+
+        Bars are 95 % intervals of the difference to the unmerged model, image by image.
+        """
         from dtem.visualise import curves
 
-        name, axis = self.plotted
+        lines, base = self.curve()
+        curves.save(
+            lines, path, base=base, title=f"{self.model}, {self.images} images of {self.data}", value=self.plotted[1]
+        )
 
-        def point(row: Row, label: str) -> curves.Point:
-            value = getattr(row, name)
+    def curve(self) -> "tuple[dict[str, list[Point]], Point]":
+        """What `save_plot` draws: points by method, and the unmerged model."""
+        from dtem.visualise.curves import Point
+
+        name, _ = self.plotted
+        base, *rows = self.rows
+
+        def point(row: Row, label: str) -> Point:
+            value, between = getattr(row, name), self.against_unmerged(row)
             if not isinstance(value, float):
                 raise DtemError(f"there is nothing to plot: {name} {value}")
-            return curves.Point(row.macs / 1e9, value, label)
+            interval = (
+                None if between is None else (value - between.value + between.low, value - between.value + between.high)
+            )
+            return Point(row.macs / 1e9, value, label, interval)
 
-        lines: dict[str, list[curves.Point]] = {}
-        base, *rows = self.rows
+        lines: dict[str, list[Point]] = {}
         for row in rows:
             lines.setdefault(row.method, []).append(point(row, f"r={row.r}"))
-        curves.save(lines, path, base=point(base, UNMERGED), title=self.model, value=axis)
+        return lines, point(base, UNMERGED)
+
+    def against_unmerged(self, row: Any) -> Difference | None:
+        """The difference of a row to the unmerged model in the metric that is plotted."""
+        difference: Difference | None = row.against_unmerged
+        return difference
 
     @property
     def title(self) -> str:

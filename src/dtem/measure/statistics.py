@@ -1,4 +1,4 @@
-"""Paired statistics: a mean difference with its 95 % interval, a bootstrap, McNemar's test."""
+"""Statistics: a mean difference with its 95 % interval, an interval of a share, a bootstrap, McNemar's test."""
 
 import math
 import statistics
@@ -30,6 +30,14 @@ def mean_difference(differences: Float[Tensor, " n"]) -> Difference:
     mean = differences.mean().item()
     half = _NORMAL_95 * differences.std().item() / math.sqrt(len(differences))
     return Difference(mean, mean - half, mean + half)
+
+
+def share_interval(percent: float, count: int) -> tuple[float, float]:
+    """95 % interval of a share in percent that was counted on `count` independent images (Wilson's)."""
+    share, z = percent / 100, _NORMAL_95
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return 100 * (middle - half), 100 * (middle + half)
 
 
 def bootstrap(a: Sequence[float], b: Sequence[float], draws: int = 10_000, seed: int = 0) -> Difference:

@@ -1,27 +1,45 @@
 """A self-contained HTML page: text, tables, plots and pictures. Opening it fetches nothing."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8886; --soft: #8882; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
-.wide { overflow-x: auto; }
-.plot { background: #fff; border-radius: 6px; padding: 0.5rem; max-width: 40rem; }
-svg { max-width: 100%; height: auto; }
-figure { margin: 1.5rem 0; } figcaption { color: GrayText; font-size: 0.9rem; }
-@media (max-width: 44rem) { /* a phone: tables and figures keep a size that can be read, and scroll sideways */
-  th, td { white-space: nowrap; } .wide svg { max-width: none; width: 44rem; }
-  .plot { overflow-x: auto; padding: 0; } .plot svg { max-width: none; width: 30rem; }
-  dl { grid-template-columns: 1fr !important; } dt { color: GrayText; }
-}
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; font-size: 0.9rem; } dd { margin: 0; }
+from dtem.visualise import style
+
+PLOT_STYLE = """
+.plot { max-width: 44rem; } .plot svg { width: 100%; height: auto; display: block; } .plot .narrow { display: none; }
+.plot.panels { max-width: none; }
+@media (max-width: 40rem) { .plot .wide { display: none; } .plot .narrow { display: block; max-width: 26rem; } }
+"""
+LONG = 24
+"""Letters of a cell from which on it may take several lines."""
+FOLDED = 40
+"""Rows of a table from which on it is folded."""
+_STYLE = f"""
+{style.variables()}
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 {style.FONT}; color: var(--dtem-ink); background: var(--dtem-page); max-width: 62rem;
+  margin: 0 auto; padding: {4 * style.SPACE}px {2 * style.SPACE}px {8 * style.SPACE}px; overflow-wrap: break-word; }}
+h1 {{ font-size: 1.75rem; line-height: 1.2; margin: 0 0 {2 * style.SPACE}px; }}
+h2 {{ font-size: 1.3rem; line-height: 1.3; margin: {6 * style.SPACE}px 0 {style.SPACE}px; }}
+h3 {{ font-size: 1rem; margin: {3 * style.SPACE}px 0 {style.SPACE}px; }}
+p {{ max-width: 46rem; margin: 0 0 {2 * style.SPACE}px; }}
+.scroll {{ overflow-x: auto; margin: 0 0 {2 * style.SPACE}px; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; width: 100%; }}
+th, td {{ padding: 5px {style.SPACE}px; text-align: right; border-bottom: 1px solid var(--dtem-line);
+  vertical-align: top; }}
+th {{ color: var(--dtem-muted); font-weight: 600; vertical-align: bottom; }}
+th:first-child, td:first-child, .text {{ text-align: left; }} td {{ white-space: nowrap; }}
+td.text {{ white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }}
+summary {{ cursor: pointer; color: var(--dtem-blue); margin: 0 0 {style.SPACE}px; }}
+figure {{ margin: {2 * style.SPACE}px 0; }}
+figcaption, .note {{ color: var(--dtem-muted); font-size: 0.9rem; max-width: 46rem; }}
+svg {{ max-width: 100%; height: auto; }}
+dl {{ display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 3px {2 * style.SPACE}px;
+  font-size: 0.9rem; margin: 0 0 {2 * style.SPACE}px; }}
+dt {{ color: var(--dtem-muted); }} dd {{ margin: 0; overflow-wrap: anywhere; }}
+{PLOT_STYLE}
+@media (max-width: 40rem) {{ dl {{ grid-template-columns: minmax(0, 1fr); }} dd {{ margin-bottom: {style.SPACE}px; }} }}
 """
 
 
@@ -36,22 +54,39 @@ class Page:
         """Begin a section."""
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
+    def subheading(self, text: str) -> None:
+        """Begin a part of a section."""
+        self._parts.append(f"<h3>{escape(text)}</h3>")
+
     def text(self, *paragraphs: str) -> None:
         """Plain paragraphs."""
         self._parts.extend(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column to the left, all others to the right."""
-        head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        self._parts.append(
-            f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        )
+        """Texts to the left, numbers to the right. Columns in which nothing stands are left out; a long table is
+        folded.
+        """
+        filled = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+        left = {index for index in filled if any(_is_long(row[index]) for row in rows)}
 
-    def figure(self, svg: str, caption: str, *, plot: bool = False) -> None:
-        """An SVG document with its caption; a `plot` stands on white, whatever the colours of the page."""
-        shown = f'<div class="{"plot" if plot else "wide"}">{_inline(svg)}</div>'
-        self._parts.append(f"<figure>{shown}<figcaption>{escape(caption)}</figcaption></figure>")
+        def line(tag: str, cells: Sequence[str]) -> str:
+            marked = ((' class="text"' if index in left else "", escape(cells[index])) for index in filled)
+            return "<tr>" + "".join(f"<{tag}{mark}>{cell}</{tag}>" for mark, cell in marked) + "</tr>"
+
+        body = "".join(line("td", row) for row in rows)
+        head = line("th", columns)
+        table = f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+        if len(rows) > FOLDED:
+            table = f"<details><summary>{len(rows)} rows</summary>{table}</details>"
+        self._parts.append(table)
+
+    def figure(self, svg: str, caption: str) -> None:
+        """An SVG document with its caption."""
+        self.plot(f'<div class="scroll">{style.themed(svg)}</div>', caption)
+
+    def plot(self, drawn: str, caption: str) -> None:
+        """A plot of `curves.for_page` with its caption."""
+        self._parts.append(f"<figure>{drawn}<figcaption>{escape(caption)}</figcaption></figure>")
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Names and what they stand for."""
@@ -69,7 +104,6 @@ class Page:
         )
 
 
-def _inline(svg: str) -> str:
-    """An SVG document as part of a page: without prolog, and without metadata that names other places."""
-    start = svg.index("<svg")
-    return re.sub(r"<metadata>.*?</metadata>", "", svg[start:], flags=re.DOTALL)
+def _is_long(cell: str) -> bool:
+    """Whether a cell is a text that may need several lines."""
+    return len(cell) > LONG * (1 if " " in cell and cell[0] not in "+-0123456789" else 2)
