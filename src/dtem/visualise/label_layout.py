@@ -91,8 +91,7 @@ class LabelLayout:
 def overlaps(boxes: Float[np.ndarray, "k 4"], others: Float[np.ndarray, "n 4"]) -> Bool[np.ndarray, "k n"]:
     """Which boxes overlap which others."""
     a, b = boxes[:, None], others[None]
-    both: Bool[np.ndarray, "k n"] = ((a[..., :2] < b[..., 2:]) & (b[..., :2] < a[..., 2:])).all(axis=2)
-    return both
+    return np.logical_and.reduce((a[..., :2] < b[..., 2:]) & (b[..., :2] < a[..., 2:]), axis=2)
 
 
 def along(points: Float[np.ndarray, "n 2"], side: float = 5.0) -> Float[np.ndarray, "m 4"]:
