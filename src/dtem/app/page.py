@@ -28,7 +28,8 @@ STYLE = f"""{style.variables("body.dark { %s }")}{html_page.PLOT_STYLE}""" + """
 .dtem-bar span { position: relative; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .dtem-bar span:last-child { flex-shrink: 0; }
 .dtem-message { border: 1px solid #d97706; border-left-width: 5px; border-radius: 8px; padding: 12px 14px; }
-.dtem-plot { background: var(--background-fill-primary); border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 8px;
+.dtem-plot { background: var(--background-fill-primary); border: 1px solid var(--border-color-primary);
+  border-radius: 10px; padding: 8px;
   max-width: 640px; }
 .dtem-plot svg { width: 100%; height: auto; display: block; }
 .dtem-note { opacity: 0.8; font-size: 0.85rem; margin: 6px 0; }
