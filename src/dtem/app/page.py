@@ -10,7 +10,9 @@ from dtem.data.labels import class_name
 from dtem.errors import DtemError
 from dtem.visualise import curves, groups, html_page, style
 
-STYLE = f"""{style.variables("body.dark { %s }")}{html_page.PLOT_STYLE}""" + """
+STYLE = (
+    f"""{style.variables("body.dark { %s }")}{html_page.PLOT_STYLE}"""
+    + """
 .dtem-cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 235px), 1fr)); gap: 14px; }
 .dtem-card { border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 12px; min-width: 0;
   background: var(--background-fill-primary); max-width: 420px; }
@@ -45,6 +47,7 @@ STYLE = f"""{style.variables("body.dark { %s }")}{html_page.PLOT_STYLE}""" + """
 #examples .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; padding-top: 30px; }
 #examples .thumbnail-item { width: 100% !important; height: auto !important; aspect-ratio: 1; }
 """
+)
 
 
 def cards(result: Result, block: int) -> str:
