@@ -62,7 +62,7 @@ def test_report_has_a_table_and_a_document() -> None:
     assert [(row.batch, row.r) for row in report.rows] == [(1, None), (1, "8"), (2, None), (2, "8")]
     document = report.to_dict()
     assert list(document) == [
-        "model", "method", "adapter", "device", "dtype", "compile", "shortcut", "threads", "rounds", "rows",
+        "model", "method", "adapter", "device", "dtype", "engine", "shortcut", "threads", "rounds", "rows",
     ]  # fmt: skip
     assert set(document["rows"][0]) == {
         "batch", "r", "macs", "macs_ratio", "images_per_second", "seconds", "speedup", "oracle_seconds",
@@ -79,7 +79,9 @@ def test_report_has_a_table_and_a_document() -> None:
         ({"batch_size": []}, "batch_size = "),
         ({"rounds": 0}, "rounds = 0"),
         ({"threads": 0}, "threads = 0"),
-        ({"dtype": "half"}, "dtype = 'half' is not known"),
+        ({"dtype": "half"}, "engine eager has no half"),
+        ({"engine": "tflite"}, "engine = 'tflite' is not known"),
+        ({"engine": "onnx", "dtype": "bfloat16"}, "engine onnx has no bfloat16"),
         ({"r": "eight"}, "r = 'eight'"),
         ({"method": "tomato"}, "'tomato' is not known"),
     ],

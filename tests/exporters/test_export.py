@@ -10,15 +10,25 @@ import timm
 import torch
 
 import dtem
-from dtem.cli import main
 from dtem.errors import DtemError
 from dtem.exporters import check, export
 
 pytest.importorskip("onnxscript", reason='needs pip install ".[export]"')
 pytest.importorskip("openvino", reason='needs pip install ".[openvino]"')
 
-CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "torch-dinov2_registers-dtem"]
-MORE = ["onnx-siglip-dtem", "onnx-deit-evit", "onnx-non_square-dtem", "torch-siglip-tome", "openvino-deit3-dtem"]
+CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "onnx-hf_dinov2-dtem"]
+MORE = [
+    "openvino-hf_clip-tome",
+    "torch-hf_siglip-dtem",
+    "onnx-hf_deit-dtem",
+    "onnx-hf_vit-tome",
+    "onnx-siglip-dtem",
+    "torch-dinov2_registers-dtem",
+    "onnx-deit-evit",
+    "onnx-non_square-dtem",
+    "torch-siglip-tome",
+    "openvino-deit3-dtem",
+]
 ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 EVERYWHERE = [
     "Add",
@@ -97,7 +107,8 @@ def test_the_file_says_what_it_is(report, case):
     assert json.loads(held["plan"]) == [9, 9]
     assert held["method"] == method
     assert json.loads(held["labels"]) == [f"class {number}" for number in range(5)]
-    assert held["host"].startswith(("deit", "vit"))
+    assert held["host"].lower().startswith(("deit", "vit", "dinov2", "siglip", "clip"))
+    assert ("mean" in held) != name.startswith("hf"), "what transformers keeps in a processor is not made up"
     ends = {"onnx": [".onnx"], "openvino": [".bin", ".xml"], "torch": [".pt2"]}[form]
     assert report[case]["files"] == [f"{name}-{method}{end}" for end in ends]
 
@@ -133,7 +144,8 @@ def tiny() -> torch.nn.Module:
     [
         ("a.onnx", "coreml", {}, "'coreml' is not known"),
         ("a.pt", "torch", {}, "must end in .pt2"),
-        ("a.xml", "openvino", {"int8": True}, "int8 requires format onnx"),
+        ("a.pt2", "torch", {"int8": True}, "int8 requires format onnx or openvino"),
+        ("a.xml", "openvino", {"int8": True, "data": None}, "give them as data"),
         ("no/a.onnx", "onnx", {}, "there is no folder"),
         ("a.onnx", "onnx", {"labels": ["cat"]}, "1 labels, and the model 3 classes"),
     ],
@@ -141,7 +153,7 @@ def tiny() -> torch.nn.Module:
 def test_what_is_refused(name, form, options, says, tmp_path) -> None:
     handle = dtem.patch(tiny(), r=2)
     with pytest.raises(DtemError, match=says):
-        dtem.export(handle, tmp_path / name, format=form, data=[torch.zeros(1, 3, 32, 32)], **options)
+        dtem.export(handle, tmp_path / name, format=form, **{"data": [torch.zeros(1, 3, 32, 32)], **options})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,10 +168,11 @@ def test_random_weights_are_called_so(tmp_path) -> None:
     assert not document["labels"], "names of classes would be made up"
 
 
-def test_models_of_transformers_are_not_exported(tmp_path, capsys) -> None:
-    command = ["export", "--model", "hf:google/vit-base-patch16-224", "--out", str(tmp_path / "a.pt2")]
-    assert main(command) == 2
-    assert "models of transformers are not exported" in capsys.readouterr().err
+def test_a_captioner_is_not_exported(tmp_path) -> None:
+    from integrations.gits import tiny_git
+
+    with pytest.raises(DtemError, match="generates text"):
+        dtem.export(dtem.patch(tiny_git(), r=2), tmp_path / "a.pt2")
 
 
 def test_models_that_are_not_float32_are_not_exported(tmp_path) -> None:

@@ -3,7 +3,7 @@
 Variants take turns (each round times all of them once, in changing order), and the speed-up is the median of the
 ratios within rounds, with its quartiles. The unmerged model is the library's own, never patched; r=0 is the patched
 model with nothing to merge. Peak memory is what one forward holds beyond weights and input: on CUDA as the allocator
-counts it, on CPU the bytes of live tensors (not known for compiled models there).
+counts it, on CPU the bytes of live tensors (known for the engine eager only).
 """
 
 import argparse
@@ -12,7 +12,6 @@ from dtem.cli.options import DEFAULT_MODEL, add_method_options, add_model_option
 from dtem.cli.parser import VerbParser, batch_sizes
 from dtem.cli.printing import print_report
 from dtem.errors import DtemError
-from dtem.evaluation import DTYPES
 from dtem.tables import Report
 
 BATCH_SIZES = "1,32"
@@ -21,6 +20,7 @@ EXAMPLES = """\
 examples:
   dtem bench --model deit_small_patch16_224 --r 0,8,13,16 --batch-size 1,32
   dtem bench --model deit_tiny_patch16_224 --random-weights --r 16 --threads 2 --out tiny.json
+  dtem bench --model deit_small_patch16_224 --r 13,16 --batch-size 1 --engine openvino
   dtem bench --device cuda --recipe paper             the paper's throughput table, measured again
 """
 
@@ -35,7 +35,10 @@ def add_arguments(parser: VerbParser) -> None:
     add("--batch-size", metavar="LIST", help=f"with commas; default {BATCH_SIZES}")
     add("--rounds", metavar="N", type=int, default=10, help="timed rounds; default %(default)s")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights and images; default %(default)s")
+    text = "eager, compile (torch.compile), onnx (onnxruntime) or openvino; default eager"
+    add("--engine", metavar="NAME", default="eager", help=text)
+    text = "float32, bfloat16, float16 or int8, as the engine has them; default float32"
+    add("--dtype", metavar="NAME", default="float32", help=text)
     add("--threads", metavar="N", type=int, help="CPU threads; default: torch's own choice")
     add(
         "--oracle",
@@ -45,7 +48,6 @@ def add_arguments(parser: VerbParser) -> None:
     add("--out", metavar="FILE", help="also write the result with its provenance (a record)")
     add = parser.group("run details", advanced=True).add_argument
     add("--warmup", metavar="N", type=int, default=2, help="untimed rounds before; default %(default)s")
-    add("--compile", action="store_true", help="torch.compile every variant, the unmerged one too")
     add("--seed", metavar="N", type=int, default=0, help="of images and random weights; default %(default)s")
 
 
@@ -56,7 +58,7 @@ def _benchmark(args: argparse.Namespace) -> Report:
         args.model or DEFAULT_MODEL,
         args.r,
         batch_size=batch_sizes("--batch-size", args.batch_size or BATCH_SIZES),
-        **named(args, "method", "adapter", "shortcut", "rounds", "warmup", "compile", "oracle"),
+        **named(args, "method", "adapter", "shortcut", "rounds", "warmup", "engine", "oracle"),
         **named(args, "device", "dtype", "threads", "seed"),
         **model_options(args),
     )

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from dtem import integrations, methods, schedule
+from dtem import methods, schedule
 from dtem.adapters.attach import as_handle, attach, is_patched
 from dtem.errors import DtemError
 from dtem.evaluation.evaluation_report import public_name
 from dtem.evaluation.oracle import as_oracle
 from dtem.evaluation.variants import UNMERGED, check_device
+from dtem.exporters import engines
 from dtem.handle import Handle
 from dtem.measure import flops, throughput
 from dtem.measure.throughput import Spread
@@ -64,7 +65,7 @@ class BenchmarkReport(Report):
     adapter: str | None
     device: str
     dtype: str
-    compile: bool
+    engine: str
     shortcut: bool
     threads: int
     rounds: int
@@ -74,8 +75,9 @@ class BenchmarkReport(Report):
         return asdict(self)
 
     def parts(self) -> list[Table | str]:
-        title = f"{self.model}, {self.method}, {self.device}, {self.dtype}, threads: {self.threads}"
-        return [table(title + (", compiled" if self.compile else ""), self.rows)]
+        engine = "" if self.engine == "eager" else f" {self.engine},"
+        title = f"{self.model}, {self.method},{engine} {self.device}, {self.dtype}, threads: {self.threads}"
+        return [table(title, self.rows)]
 
 
 def benchmark(
@@ -87,7 +89,7 @@ def benchmark(
     batch_size: int | Sequence[int] = (1, 32),
     rounds: int = 10,
     warmup: int = 2,
-    compile: bool = False,
+    engine: str = "eager",
     device: str = "cpu",
     dtype: str = "float32",
     threads: int | None = None,
@@ -111,9 +113,10 @@ def benchmark(
         batch_size: one or several.
         rounds: timed rounds; each times every variant once.
         warmup: rounds before those, not timed.
-        compile: run every variant, the unmerged one too, through `torch.compile`.
+        engine: what runs every variant, the unmerged one too: PyTorch ``eager``, ``compile`` (`torch.compile`), or
+            ``onnx`` (onnxruntime) and ``openvino`` from files that `dtem.export` writes and checks.
         device: ``cpu`` or ``cuda``.
-        dtype: of weights and images: float32, bfloat16 or float16.
+        dtype: float32, bfloat16, float16 or int8, as far as the engine has them.
         threads: CPU threads; default: as they are.
         seed: of images and random weights.
         shortcut: in the last block of a class-token model, compute the class token only.
@@ -128,9 +131,10 @@ def benchmark(
     """
     specs = schedule.parse_list(r)
     sizes = [batch_size] if isinstance(batch_size, int) else list(dict.fromkeys(batch_size))
-    _check(sizes, rounds, warmup, device, dtype, threads)
+    _check(sizes, rounds, warmup, device, dtype, threads, engine)
     torch.manual_seed(seed)
-    host, handles = _variants(model, specs, method, adapter, shortcut, device, dtype, model_options)
+    images_dtype = engines.input_dtype(engine, dtype)
+    host, handles = _variants(model, specs, method, adapter, shortcut, device, images_dtype, model_options)
     first = handles[specs[0]]
     models = {UNMERGED: host, **{spec: handle.model for spec, handle in handles.items()}}
     oracles = {spec: as_oracle(handle).model for spec, handle in handles.items()} if oracle else {}
@@ -138,15 +142,15 @@ def benchmark(
     rows = []
     bar = progress_bar(len(sizes) * (rounds + warmup), "timing", "round", show=progress)
     with _threads(threads), bar as advance:
+        forwards: dict[str, throughput.Forward] = {}
         for size in sizes:
             images = torch.randn(size, *first.host.image, generator=torch.Generator().manual_seed(seed))
-            batch = images.to(device, getattr(torch, dtype))
+            batch, eager = images.to(device, images_dtype), engine == "eager"
             timed = {**models, **{f"{ORACLE}{spec}": variant for spec, variant in oracles.items()}}
-            forwards: dict[str, Any] = {name: integrations.as_logits_fn(variant) for name, variant in timed.items()}
-            if compile:
-                torch.compiler.reset()  # a graph for this batch size, not one for all
-                forwards = {name: torch.compile(forward, dynamic=False) for name, forward in forwards.items()}
-            timings = throughput.compare(forwards, batch, rounds, warmup, progress=lambda: advance(1))
+            if not forwards or engine == "compile":  # which compiles for one batch size
+                forwards = {name: engines.build(variant, engine, dtype) for name, variant in timed.items()}
+            rest = engines.REST.get(engine, 0.0)
+            timings = throughput.compare(forwards, batch, rounds, warmup, rest=rest, progress=lambda: advance(1))
             for name in models:
                 timing, dropping = timings[name], timings.get(f"{ORACLE}{name}")
                 row = BenchmarkRow(
@@ -159,7 +163,7 @@ def benchmark(
                     speedup=timing.speedup,
                     oracle_seconds=None if dropping is None else dropping.seconds,
                     of_oracle=None if dropping is None else timing.share_of(dropping),
-                    peak_bytes=throughput.peak_bytes(forwards[name], batch) if batch.is_cuda or not compile else None,
+                    peak_bytes=throughput.peak_bytes(forwards[name], batch) if batch.is_cuda or eager else None,
                 )
                 rows.append(row)
         return BenchmarkReport(
@@ -168,7 +172,7 @@ def benchmark(
             adapter=None if adapter is None else public_name(os.fspath(adapter)),
             device=device,
             dtype=dtype,
-            compile=compile,
+            engine=engine,
             shortcut=first.merger.shortcut,
             threads=torch.get_num_threads(),
             rounds=rounds,
@@ -176,12 +180,15 @@ def benchmark(
         )
 
 
-def _check(sizes: list[int], rounds: int, warmup: int, device: str, dtype: str, threads: int | None) -> None:
+def _check(
+    sizes: list[int], rounds: int, warmup: int, device: str, dtype: str, threads: int | None, engine: str
+) -> None:
     if not sizes or min(sizes) < 1:
         raise DtemError(f"batch_size = {','.join(map(str, sizes))} must be 1 or more, such as 1,32")
     if rounds < 1 or warmup < 0:
         raise DtemError(f"rounds = {rounds} must be 1 or more, warmup = {warmup} must be 0 or more")
-    check_device(device, dtype)
+    engines.check_engine(engine, dtype, device)
+    check_device(device)
     if threads is not None and threads < 1:
         raise DtemError(f"threads = {threads} must be 1 or more")
 
@@ -204,7 +211,7 @@ def _variants(
     adapter: str | os.PathLike[str] | None,
     shortcut: bool,
     device: str,
-    dtype: str,
+    dtype: torch.dtype,
     model_options: dict[str, Any],
 ) -> tuple[nn.Module, dict[str, Handle]]:
     """The unmerged model, and a freshly patched copy of it for each schedule: nothing that one keeps helps another."""
@@ -214,7 +221,7 @@ def _variants(
     elif model_options:
         raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
     elif is_patched(model):
-        patched = copy.deepcopy(as_handle(model, method, adapter).model).to(device, getattr(torch, dtype)).eval()
+        patched = copy.deepcopy(as_handle(model, method, adapter).model).to(device, dtype).eval()
         handles = {spec: Handle(copy.deepcopy(patched)) for spec in specs}
         for spec, handle in handles.items():
             handle.r, handle.mode = spec, "hard"
@@ -222,5 +229,5 @@ def _variants(
     else:
         assert isinstance(model, nn.Module)
         host = copy.deepcopy(model).eval()
-    host = host.to(device, getattr(torch, dtype))
+    host = host.to(device, dtype)
     return host, {spec: attach(copy.deepcopy(host), method, adapter, r=spec, shortcut=shortcut) for spec in specs}

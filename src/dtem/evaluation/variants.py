@@ -65,7 +65,7 @@ class RunSettings:
         return None if self.dtype == DTYPES[0] else getattr(torch, self.dtype)
 
 
-def check_device(device: str, dtype: str) -> None:
+def check_device(device: str, dtype: str = "float32") -> None:
     """Refuse an unknown dtype, and CUDA where there is none."""
     if dtype not in DTYPES:
         raise DtemError(f"dtype = {dtype!r} is not known; choose one of: {', '.join(DTYPES)}")

@@ -8,4 +8,5 @@ folding.py     norms and biases folded into weights
 onnx.py        the .onnx file, and its int8 form
 openvino.py    the .xml file with its .bin
 check.py       agreement of a file with PyTorch
+engines.py     a model in any engine, to be timed
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dtem import integrations, ops
 from dtem._version import __version__
-from dtem.data.labels import Labels, class_labels
+from dtem.data.labels import Labels, class_labels, num_classes
 from dtem.data.preprocessing import resolve_data_config
 from dtem.errors import DtemError, require
 from dtem.exporters import check, onnx, openvino, program
@@ -28,9 +28,13 @@ FORMATS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2"}
 """File formats and their endings."""
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 PACKAGES["openvino"] = (*PACKAGES["onnx"], "openvino")
+INT8_PACKAGES = {"onnx": (), "openvino": ("nncf",)}
 """Optional packages that a format needs."""
 CHECK_IMAGES, INT8_CHECK_IMAGES = 16, 1000
 """Images that a file is checked on by default. An int8 file has its accuracy measured on them; they are in memory."""
+
+PREPROCESSING = ("mean", "std", "interpolation", "crop_pct")
+"""Entries of the metadata that say how images are prepared, where that is known."""
 
 Batches = list[tuple[Tensor, Tensor | None]]
 """Images with their labels, where there are any."""
@@ -108,11 +112,11 @@ def export(
     that was there before then stays.
 
     Args:
-        model: a handle, or its patched model, in float32 on the CPU.
+        model: a handle, or its patched model (timm or transformers), in float32 on the CPU.
         path: the file: .onnx, .xml (OpenVINO; a .bin is written beside it) or .pt2 (torch).
         format: ``onnx``, ``openvino`` or ``torch``; None: by the ending of `path`.
-        int8: quantise weights to int8, and activations dynamically (onnx only). Such a file is not refused for its
-            differences; its accuracy is measured where `data` has labels.
+        int8: quantise weights and activations to int8: onnx when it runs, openvino by the images of `data`. Such a
+            file is not refused for its differences; its accuracy is measured where `data` has labels.
         data: images to check the file on: a folder, ``timm:…``, ``hf:…``, ``wds:…``, or batches of preprocessed
             images; None: random ones.
         limit: number of images; default 16, and 1000 with `int8` and `data`.
@@ -127,14 +131,17 @@ def export(
     handle = model if isinstance(model, Handle) else Handle(model)
     path, format = Path(path), check_format(path, format, int8)
     _check_model(handle)
+    if int8 and format == "openvino" and data is None:
+        raise DtemError("int8 of OpenVINO takes the range of every activation from images: give them as data")
     if limit is not None and limit < 1:
         raise DtemError(f"limit = {limit} must be 1 or more")
     metadata = _metadata(handle, labels, notes or {})
     batches = _batches(handle, data, limit, int8)
     with _temporary(path) as draft, eval_mode(handle.model):
         merged = _with_merged_norms(handle)
-        with _logits_only(merged), contextlib.nullcontext() if format == "torch" else ops.fused_merge_op():
-            traced = program.trace(merged.model, handle.host.image)
+        own_merge = contextlib.nullcontext() if format == "torch" else ops.fused_merge_op()
+        with _logits_only(merged), integrations.traceable(merged.model), own_merge:
+            traced = program.trace(integrations.as_logits_fn(merged.model), handle.host.image)
         operators: dict[str, int] = {}
         if format == "torch":
             program.save(traced, draft, json.dumps(metadata))
@@ -142,17 +149,20 @@ def export(
         else:
             graph = draft.with_suffix(".onnx")
             onnx.save(traced, graph, metadata, fold=any(handle.plan) and not int8)
-            if int8:
+            if int8 and format == "onnx":
                 onnx.quantise(graph, graph)
             operators = onnx.operator_counts(graph)
             if format == "openvino":
                 openvino.save(graph, draft, metadata)
                 graph.unlink()
+                if int8:
+                    openvino.quantise(draft, [images for images, _ in batches])
             run = onnx.runner(draft) if format == "onnx" else openvino.runner(draft)
-        agreement = check.agreement(handle.model, run, [images for images, _ in batches])
+        model_run = integrations.as_logits_fn(handle.model)
+        agreement = check.agreement(model_run, run, [images for images, _ in batches])
         if not int8:
             check.require_agreement(agreement, format)
-        accuracy = _accuracy({"float32": handle.model, "int8": run}, batches) if int8 else None
+        accuracy = _accuracy({"float32": model_run, "int8": run}, batches) if int8 else None
         files = [
             _move(draft, path, suffix) for suffix in ((".bin", ".xml") if format == "openvino" else (path.suffix,))
         ]
@@ -193,18 +203,21 @@ def check_format(path: str | os.PathLike[str], format: str | None = None, int8: 
         raise DtemError(f"format = {format!r} is not known; choose {', '.join(FORMATS)}")
     if path.suffix != FORMATS[format]:
         raise DtemError(f"{path.name}: the name of a file of format {format} must end in {FORMATS[format]}")
-    if int8 and format != "onnx":
-        raise DtemError(f"int8 requires format onnx, not {format}")
+    if int8 and format not in INT8_PACKAGES:
+        raise DtemError(f"int8 requires format {' or '.join(INT8_PACKAGES)}, not {format}")
     if not path.parent.is_dir():
         raise DtemError(f"{path} cannot be written: there is no folder {path.parent}")
-    for package in PACKAGES[format]:
+    for package in PACKAGES[format] + (INT8_PACKAGES[format] if int8 else ()):
         require(package, "export" if format == "onnx" else format)
     return format
 
 
 def _check_model(handle: Handle) -> None:
-    if handle.merger.family.startswith("hf"):
-        raise DtemError(f"{handle.host.name}: models of transformers are not exported; give a timm model")
+    generates = getattr(handle.model, "can_generate", None)
+    if generates is not None and generates():
+        raise DtemError(
+            f"{handle.host.name} generates text, which a file of this kind cannot: export its image encoder alone"
+        )
     places = {f"{weight.dtype} on {weight.device}" for weight in handle.model.parameters()} - {"torch.float32 on cpu"}
     if places:
         listed = ", ".join(sorted(places))
@@ -215,7 +228,8 @@ def _check_model(handle: Handle) -> None:
 
 def _metadata(handle: Handle, labels: Labels | None, notes: Mapping[str, str]) -> dict[str, str]:
     """What the file says of itself, as text by name."""
-    config = resolve_data_config(handle.model)
+    readable = not integrations.is_transformers(handle.model) or hasattr(handle.model, "pretrained_cfg")
+    config = resolve_data_config(handle.model) if readable else {}
     metadata = {
         "dtem": __version__,
         "host": handle.host.name,
@@ -223,7 +237,7 @@ def _metadata(handle: Handle, labels: Labels | None, notes: Mapping[str, str]) -
         "r": str(handle.r),
         "plan": json.dumps(list(handle.plan)),
         "image": json.dumps(list(handle.host.image)),
-        **{name: json.dumps(config[name]) for name in ("mean", "std", "interpolation", "crop_pct")},
+        **{name: json.dumps(config[name]) for name in PREPROCESSING if name in config},
         "schedule": str(handle.merger.schedule),
         **notes,
     }
@@ -249,8 +263,8 @@ def _batches(
         return [(images, None) for images in data]
     limit = limit or (INT8_CHECK_IMAGES if int8 else CHECK_IMAGES)
     source = sample(sources.open_source(os.fspath(data)), limit)
-    num_classes = getattr(handle.model, "num_classes", None) if int8 else None
-    loader = Loader(source, eval_transform(resolve_data_config(handle.model)), CHECK_IMAGES, num_classes=num_classes)
+    classes = num_classes(handle.model) or None if int8 else None
+    loader = Loader(source, eval_transform(resolve_data_config(handle.model)), CHECK_IMAGES, num_classes=classes)
     batches: Batches = []
     for batch in loader.epoch(0):
         batches.append((batch.images[:limit], batch.labels[:limit] if source.labelled else None))

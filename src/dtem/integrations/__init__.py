@@ -1,5 +1,6 @@
 """Host families: one file each, or registered by a user (`register_integration`)."""
 
+import contextlib
 import importlib
 from typing import TypeVar
 
@@ -159,12 +160,27 @@ def _position_dependence(model: nn.Module) -> str | None:
     return None
 
 
+def is_transformers(model: nn.Module) -> bool:
+    """Whether the class of a model comes from transformers, patched or not."""
+    return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
+
+
+def traceable(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, a patched model can be exported as a graph without what its library adds for graphs alone."""
+    if not is_transformers(model):
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[None] = importlib.import_module(
+        "dtem.integrations.hf_tracing"
+    ).without_masks(model)
+    return context
+
+
 def as_logits_fn(model: nn.Module) -> nn.Module:
     """The model as a function from images to one tensor: logits, or pooled features if it has no classifier.
 
     Models of transformers are wrapped; others are returned as they are.
     """
-    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+    if is_transformers(model):
         wrapped: nn.Module = importlib.import_module("dtem.integrations.hf_base").LogitsModel(model)
         return wrapped
     return model
@@ -181,7 +197,9 @@ __all__ = [
     "detach",
     "find",
     "is_fully_sharded",
+    "is_transformers",
     "load",
     "register_integration",
+    "traceable",
     "unwrap",
 ]
