@@ -11,9 +11,10 @@ from dtem._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dtem.adapters.averaging import average_adapters as average_adapters
+    from dtem.adapters.locate import list_adapters as list_adapters
+    from dtem.adapters.overview import adapter_overview as adapter_overview
+    from dtem.adapters.publish import push_to_hub as push_to_hub
     from dtem.adapters.storage import from_pretrained as from_pretrained
-    from dtem.adapters.storage import list_adapters as list_adapters
-    from dtem.adapters.storage import push_to_hub as push_to_hub
     from dtem.adapters.storage import save_pretrained as save_pretrained
     from dtem.errors import DtemError as DtemError
     from dtem.evaluation.benchmark import benchmark as benchmark
@@ -40,6 +41,7 @@ _PUBLIC = {
     "DtemConfig": "dtem.methods.dtem",
     "DtemError": "dtem.errors",
     "Handle": "dtem.handle",
+    "adapter_overview": "dtem.adapters.overview",
     "average_adapters": "dtem.adapters.averaging",
     "benchmark": "dtem.evaluation.benchmark",
     "benchmark_paper": "dtem.evaluation.paper_speed",
@@ -49,14 +51,14 @@ _PUBLIC = {
     "evaluate": "dtem.evaluation.evaluate",
     "export": "dtem.exporters.export",
     "from_pretrained": "dtem.adapters.storage",
-    "list_adapters": "dtem.adapters.storage",
+    "list_adapters": "dtem.adapters.locate",
     "list_methods": "dtem.methods",
     "list_models": "dtem.models.factory",
     "load_record": "dtem.measure.record",
     "model_overview": "dtem.evaluation.model_overview",
     "patch": "dtem.handle",
     "predict": "dtem.evaluation.predict",
-    "push_to_hub": "dtem.adapters.storage",
+    "push_to_hub": "dtem.adapters.publish",
     "register_integration": "dtem.integrations",
     "register_method": "dtem.methods",
     "save_pretrained": "dtem.adapters.storage",

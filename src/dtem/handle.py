@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -266,19 +266,17 @@ class Handle:
         """
         return self.merger.collecting_losses()
 
-    def save_pretrained(
-        self, path: str | os.PathLike[str], *, trained_r: object = None, notes: Mapping[str, str] | None = None
-    ) -> None:
-        """Write the adapter file; see `dtem.save_pretrained`."""
+    def save_pretrained(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Write the adapter; see `dtem.save_pretrained`."""
         from dtem.adapters import storage
 
-        storage.save_pretrained(self, path, trained_r=trained_r, notes=notes)
+        storage.save_pretrained(self, path, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload the adapter; see `dtem.push_to_hub`."""
-        from dtem.adapters import storage
+        from dtem.adapters import publish
 
-        return storage.push_to_hub(self, repo_id, **options)
+        return publish.push_to_hub(self, repo_id, **options)
 
     def unpatch(self) -> nn.Module:
         """Restore the model as it was before `patch`, and return it."""

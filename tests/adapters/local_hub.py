@@ -1,4 +1,4 @@
-"""A Hub in a folder: what `HfApi` and `hf_hub_download` do there, and a list of what was asked of them."""
+"""A Hub in a folder: what `HfApi` and `snapshot_download` do there, and a list of what was asked of them."""
 
 import shutil
 from pathlib import Path
@@ -35,9 +35,9 @@ def local_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalApi]:
     LocalApi.root, LocalApi.calls = root, []
     monkeypatch.setattr(huggingface_hub, "HfApi", LocalApi)
 
-    def download(repo_id: str, filename: str, revision: str | None = None) -> str:
+    def download(repo_id: str, revision: str | None = None, allow_patterns: list[str] | None = None) -> str:
         LocalApi.calls.append(("download", revision))
-        return str(LocalApi.root / repo_id / filename)
+        return str(LocalApi.root / repo_id)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return LocalApi

@@ -22,10 +22,12 @@ from torch import nn
 
 import dtem
 from adapters.local_hub import LocalApi, local_hub
-from dtem.adapters import storage
+from dtem.adapters import locate, storage
 from dtem.adapters.header import digest
 
 HOST = "vit_tiny_patch16_224"
+BASE_MODEL = "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+FOLDER = ["README.md", "adapter.safetensors", "config.json"]
 DIM = 16
 
 
@@ -259,10 +261,12 @@ def test_a_file_of_format_1_without_a_digest_loads(saved: Path) -> None:
 # Sources
 
 
-def test_folder(saved: Path) -> None:
+@pytest.mark.parametrize("name", ["adapter.safetensors", "dtem.safetensors"])
+def test_folder(name: str, saved: Path) -> None:
+    """Of a training run, or as dtem 0.4 uploaded it: without config.json."""
     folder = saved.parent / "folder"
     folder.mkdir()
-    shutil.copy(saved, folder / "dtem.safetensors")
+    shutil.copy(saved, folder / name)
     assert torch.equal(run(dtem.from_pretrained(folder, tiny()).model), run(trained().model))
 
 
@@ -270,16 +274,10 @@ def test_shipped_name(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = saved.parent / "package"
     (package / "shipped").mkdir(parents=True)
     shutil.copy(saved, package / "shipped" / "tiny-vit.safetensors")
-    monkeypatch.setattr(storage.resources, "files", lambda name: package)
+    monkeypatch.setattr(locate.resources, "files", lambda name: package)
     assert torch.equal(run(dtem.from_pretrained("tiny-vit", tiny()).model), run(trained().model))
-    with pytest.raises(dtem.DtemError, match="shipped: tiny-vit"):
+    with pytest.raises(dtem.DtemError, match="shipped: mnist_vit, tiny-vit"):
         dtem.from_pretrained("small-vit", tiny())
-
-
-def test_package_without_shipped_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.resources, "files", lambda name: tmp_path)
-    with pytest.raises(dtem.DtemError, match="shipped: none"):
-        dtem.from_pretrained("tiny-vit", tiny())
 
 
 @pytest.mark.parametrize(
@@ -289,7 +287,7 @@ def test_source_that_is_nothing_lists_what_was_tried(
     source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
     model = tiny()
     with pytest.raises(dtem.DtemError, match="Hub id") as caught:
         dtem.from_pretrained(source, model)
@@ -300,8 +298,8 @@ def test_source_that_is_nothing_lists_what_was_tried(
 def test_empty_local_folder_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
-    with pytest.raises(dtem.DtemError, match=r"not a folder that holds dtem\.safetensors"):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+    with pytest.raises(dtem.DtemError, match=r"not a folder that holds adapter\.safetensors"):
         dtem.from_pretrained("owner/name", tiny())
 
 
@@ -318,13 +316,16 @@ def test_push_and_load_again(hub: type[LocalApi]) -> None:
     expected = run(handle.model)
     assert dtem.push_to_hub(handle, "me/tiny", trained_r=16) == "hub://me/tiny"
     assert hub.calls == [("token", None), ("private", False), ("revision", None)]
-    assert sorted(path.name for path in (hub.root / "me/tiny").iterdir()) == ["README.md", "dtem.safetensors"]
+    assert sorted(path.name for path in (hub.root / "me/tiny").iterdir()) == FOLDER
     for source in (hub.root / "me/tiny", "me/tiny"):
         assert torch.equal(run(dtem.from_pretrained(source, tiny()).model), expected)
     assert hub.calls[3:] == [("download", None)]
     dtem.from_pretrained("me/tiny", tiny(), revision="v1")
-    assert hub.calls[4:] == [("download", "v1")]
-    assert header(hub.root / "me/tiny" / "dtem.safetensors")["trained_r"] == "16"
+    dtem.from_pretrained("me/tiny@v2", tiny())
+    assert hub.calls[4:] == [("download", "v1"), ("download", "v2")]
+    with pytest.raises(dtem.DtemError, match="names another one"):
+        dtem.from_pretrained("me/tiny@v2", tiny(), revision="v1")
+    assert header(hub.root / "me/tiny" / "adapter.safetensors")["trained_r"] == "16"
 
 
 def test_push_writes_a_card(hub: type[LocalApi]) -> None:
@@ -332,9 +333,10 @@ def test_push_writes_a_card(hub: type[LocalApi]) -> None:
     card = huggingface_hub.ModelCard.load(hub.root / "me/tiny" / "README.md")
     assert card.data.library_name == "dtem"
     assert {"dtem", "token-merging"} <= set(card.data.tags)
-    assert card.data.to_dict()["base_host"] == HOST
+    assert card.data.base_model == BASE_MODEL
+    assert card.data.base_model_relation == "adapter"
     assert 'dtem.from_pretrained("me/tiny", model)' in card.text
-    assert f'timm.create_model("{HOST}", pretrained=True)' in card.text
+    assert f'dtem.create_model("{HOST}")' in card.text
     assert "trained with r = 16" in card.text
 
 
@@ -381,7 +383,7 @@ def raising(kind: type[Exception]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("kind", HUB_ERRORS, ids=lambda kind: kind.__name__)
 def test_hub_errors_name_the_id(hub: type[LocalApi], kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", raising(kind))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(kind))
     monkeypatch.setattr(LocalApi, "upload_folder", raising(kind))
     model = tiny()
     with pytest.raises(dtem.DtemError, match=r"'me/tiny'.*Check the id") as fetched:
@@ -689,7 +691,7 @@ def test_save_leaves_nothing_beside_the_file(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"), [("missing/a.safetensors", "folder must exist"), ("", "is a folder"), ("file/a", "file/a")]
+    ("place", "reason"), [("missing/a.safetensors", "folder must exist"), ("file/a", "cannot be made a folder")]
 )
 def test_unwritable_path_is_named(tmp_path: Path, place: str, reason: str) -> None:
     (tmp_path / "file").write_text("in the way")

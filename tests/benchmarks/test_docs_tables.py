@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import cards, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +21,12 @@ def test_every_record_is_drawn_somewhere():
     for name, (source, _) in tables.TABLES.items():
         assert tables.render(name)
         assert f"<!-- table: {name} -->" in pages, source
+
+
+@pytest.mark.parametrize("name", cards.BASE_MODELS)
+def test_metadata_of_cards_agree_with_the_records(name):
+    text = (cards.SHIPPED / f"{name}.md").read_text(encoding="utf-8")
+    assert cards.with_metadata(name, text) == text, "run: python -m benchmarks.cards"
 
 
 def test_the_changelog_begins_with_this_version():

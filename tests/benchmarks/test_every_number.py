@@ -38,6 +38,8 @@ WAITING = {
 
 MARKED = re.compile(r"<!-- (table|study): ([\w-]+) -->\n.*?<!-- end -->", re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+METADATA = re.compile(r"\A---\n.*?^---$", re.M | re.S)
+"""Of a card: drawn from its record by `benchmarks.cards`, which test_docs_tables.py checks."""
 FROM = re.compile(r"<!-- from: ([^>]+?) -->")
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 LINK = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
@@ -66,7 +68,7 @@ class Block(NamedTuple):
 def blocks(text: str) -> Iterator[Block]:
     """All blocks of a page."""
     blank = lambda match: "\n" * match[0].count("\n")  # noqa: E731
-    text = FENCED.sub(blank, MARKED.sub(blank, text))
+    text = FENCED.sub(blank, MARKED.sub(blank, METADATA.sub(blank, text)))
     line, waiting = 1, ()
     for part in re.split(r"(\n\s*\n)", text):
         origins = tuple(name.strip() for names in FROM.findall(part) for name in names.split(","))

@@ -23,6 +23,7 @@ QUICK = {
     "flops": ["flops", "--model", "test_vit", "--r", "0,8"],
     "bench": ["bench", *TINY, "--r", "0,8", "--batch-size", "1,2", "--rounds", "2", "--warmup", "0"],
     "models": ["models"],
+    "adapters": ["adapters"],
 }
 
 

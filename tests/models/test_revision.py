@@ -106,10 +106,14 @@ def test_adapters_cards_and_records_name_the_commit(vits: dict[str, torch.Tensor
     dtem.save_pretrained(handle, tmp_path / "a.safetensors", notes={"lr": "1"})
     header, _ = storage.read(tmp_path / "a.safetensors")
     assert header["notes"] == {"host_revision": f"me/vit@{COMMITS['v1']}", "lr": "1"}
-    assert f"on the weights me/vit@{COMMITS['v1']}." in storage._card(header, "me/adapter")
+    dtem.save_pretrained(handle, tmp_path / "folder")
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert f"on the weights me/vit@{COMMITS['v1']}." in card
+    assert "base_model: me/vit\n" in card
+    assert 'dtem.create_model("hf:me/vit")' in card
 
     shutil.copy(tmp_path / "a.safetensors", snapshot(tmp_path, "me/adapter", "main") / "dtem.safetensors")
-    dtem.from_pretrained("me/adapter", dtem.create_model("hf:me/vit", revision="v1"))
+    dtem.from_pretrained("me/adapter", dtem.create_model("hf:me/vit@v1"))
     record.save(record.collect("eval", {}, command=["dtem"]), tmp_path / "record.json")
     loaded = record.load_record(tmp_path / "record.json")
     assert loaded.revisions == {"me/vit": COMMITS["v1"], "me/adapter": COMMITS["main"]}

@@ -14,10 +14,11 @@ from torch import Tensor
 from dtem._version import __version__
 from dtem.adapters import storage
 from dtem.adapters.header import Header
+from dtem.adapters.locate import FILE, Source, locate
 from dtem.errors import DtemError
 
 
-def average_adapters(sources: Sequence[storage.Source], path: storage.Source) -> Header:
+def average_adapters(sources: Sequence[Source], path: Source) -> Header:
     """Write the mean of several adapters as one adapter; returns its header.
 
     They must be of one method, for one model, of one shape, and initialised from the keys. Options and schedule are
@@ -33,11 +34,11 @@ def average_adapters(sources: Sequence[storage.Source], path: storage.Source) ->
     if len(sources) < 2:
         raise DtemError(f"a mean needs two adapters or more, not {len(sources)}")
     if Path(path).is_dir():
-        raise DtemError(f"{path} is a folder; name a file in it, such as {Path(path) / storage.FILE}")
+        raise DtemError(f"{path} is a folder; name a file in it, such as {Path(path) / FILE}")
     headers: list[Header] = []
     parts: list[dict[str, Tensor]] = []
     for source in sources:
-        file = storage.locate(source, None)
+        file = locate(source)
         try:
             header, tensors = storage.read(file)
             storage.check_finite(tensors)

@@ -6,14 +6,9 @@ digest of the tensors. Nothing is ever unpickled, and a model is touched only af
 checked.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
-import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +21,53 @@ from dtem import integrations, methods
 from dtem import schedule as schedules
 from dtem._version import __version__
 from dtem.adapters import header as headers
+from dtem.adapters.card import Metrics, base_model_of, card_data, card_text, eval_results, write_card
 from dtem.adapters.header import FLOATS, FORMAT, HOST_FIELDS, Header, digest
+from dtem.adapters.locate import CONFIG, FILE, Source, locate
 from dtem.errors import DtemError
 from dtem.files import write_file
 from dtem.handle import Handle, patch
 from dtem.types import HostSpec
 
-FILE = "dtem.safetensors"  # inside a folder or a Hub repository
-
-Source = str | os.PathLike[str]
 Shapes = dict[str, tuple[torch.Size, bool]]
-_HUB_ID = re.compile(r"(?!.*\.(safetensors|pth|pt|bin|ckpt)$)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def save_pretrained(
-    handle: Handle, path: Source, *, trained_r: object = None, notes: Mapping[str, str] | None = None
+    handle: Handle,
+    path: Source,
+    *,
+    trained_r: object = None,
+    notes: Mapping[str, str] | None = None,
+    name: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    datasets: str | Sequence[str] = (),
+    metrics: Metrics | None = None,
 ) -> None:
     """Write the adapter: the method's trained parts, its settings and the schedule, without the model.
 
-    A file that is there already is replaced as a whole, or kept where writing fails.
+    A path that ends in ``.safetensors`` is one file. Any other path is a folder, as the Hub has them:
+    ``adapter.safetensors``, the same file; ``config.json``, its settings for people and other programs; and a model
+    card, ``README.md``. A file that is there already is replaced as a whole, or kept where writing fails; of a card
+    that is there already, the text stays and the metadata are replaced.
 
     Args:
         handle: of the patched model.
-        path: the file, ``….safetensors``.
+        path: the file, ``….safetensors``, or the folder.
         trained_r: the schedule used in training.
         notes: more text for the file's header, by name.
+        name: card: the adapter's name, ``owner/name``; default: the folder's.
+        base_model: card: Hub repository of the model's weights. Default: the one that timm or transformers knows for
+            this model; give yours if you have loaded other weights.
+        license: card: the adapter's licence, as the Hub writes it: ``apache-2.0``.
+        datasets: card: Hub names of the training data.
+        metrics: card: an evaluation of this adapter: the report of `dtem.evaluate`, or the record.json that it wrote.
+            Every r is listed with its paired differences and their 95 % intervals.
 
     Examples:
         >>> handle = dtem.patch(model, r=16)
         >>> dtem.save_pretrained(handle, "my.safetensors", trained_r=16)
+        >>> dtem.save_pretrained(handle, "my-adapter", base_model="timm/deit_tiny_patch16_224.fb_in1k", license="mit")
     """
     if not isinstance(handle, Handle):
         raise DtemError(f"save_pretrained takes the handle that dtem.patch returned, not a {type(handle).__name__}")
@@ -63,9 +76,43 @@ def save_pretrained(
         raise DtemError(f"method {handle.method.name!r} has nothing to save: it has no trained parts")
     tensors = {name: part.detach().cpu().clone(memory_format=torch.contiguous_format) for name, part in state.items()}
     check_finite(tensors)
-    if Path(path).is_dir():
-        raise DtemError(f"{path} is a folder; name a file in it, such as {Path(path) / FILE}")
-    write(path, _header(handle, trained_r, notes or {}), tensors)
+    header, path = _header(handle, trained_r, notes or {}), Path(path)
+    about = {"name": name, "base_model": base_model, "license": license, "datasets": datasets}
+    if path.suffix != ".safetensors" or path.is_dir():
+        results = [] if metrics is None else eval_results(metrics, handle.method.name, datasets)
+        name, base_model = name or path.resolve().name, base_model or base_model_of(handle.model)
+        data = card_data(header, name, base_model, license=license, datasets=datasets, results=results)
+        _write_folder(path, header, tensors, base_model)
+        write_card(path, data, card_text(header, name, base_model, results))
+        return
+    for option, value in {**about, "metrics": metrics}.items():
+        if value not in (None, ()):
+            raise DtemError(f"{option} is for the card of a folder, and {path.name} is one file; leave it out")
+    write(path, header, tensors)
+
+
+def _write_folder(folder: Path, header: Header, tensors: dict[str, Tensor], base_model: str | None) -> None:
+    """adapter.safetensors and config.json. The config.json of something else is not overwritten."""
+    config = folder / CONFIG
+    if config.is_file() and not _is_own(config):
+        raise DtemError(f"{config} belongs to something else than an adapter of dtem: choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DtemError(f"{folder} cannot be made a folder: {error.strerror or error}") from error
+    header = write(folder / FILE, header, tensors)
+    content = {"library_name": "dtem", "base_model": base_model, **header}
+    del content["notes"]
+    write_file(config, json.dumps(content, indent=2) + "\n")
+
+
+def _is_own(config: Path) -> dict[str, Any] | None:
+    """The content of a config.json that dtem wrote; None for another one."""
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) and content.get("library_name") == "dtem" else None
 
 
 def from_pretrained(
@@ -74,7 +121,8 @@ def from_pretrained(
     """Patch `model` with a saved adapter. If anything is wrong, the model stays as it was.
 
     Args:
-        source: a file, a folder with ``dtem.safetensors``, a shipped name, or a Hub id ``owner/name``.
+        source: a file, a folder that `save_pretrained` wrote, a shipped name, or a Hub id, ``owner/name`` or
+            ``owner/name@revision``.
         model: an unpatched model of the kind that the adapter was made for.
         r: any schedule of `dtem.schedule`; None: the one in the file.
         revision: branch, tag or commit of the Hub repository.
@@ -146,48 +194,6 @@ def start_from(handle: Handle, source: Source) -> Header:
     return header
 
 
-def push_to_hub(
-    handle: Handle,
-    repo_id: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-    card: str | None = None,
-    trained_r: object = None,
-) -> str:
-    """Upload the adapter to the Hugging Face Hub. Returns the address of the repository.
-
-    Args:
-        handle: of the patched model.
-        repo_id: ``owner/name``; the repository is created if it does not exist.
-        private: create it as a private one.
-        revision: branch to upload to, created if it does not exist.
-        token: default: the one that ``hf auth login`` stored.
-        card: text of README.md; default: a short one.
-        trained_r: the schedule used in training.
-
-    Examples:
-        >>> handle = dtem.from_pretrained("my.safetensors", model)
-        >>> dtem.push_to_hub(handle, "you/name")
-    """
-    import huggingface_hub
-
-    if not _HUB_ID.fullmatch(repo_id):
-        raise DtemError(f"{repo_id!r} is not a Hub id; write owner/name")
-    with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(handle, Path(folder, FILE), trained_r=trained_r)
-        text = _card(_header(handle, trained_r, {}), repo_id) if card is None else card
-        Path(folder, "README.md").write_text(text, encoding="utf-8")
-        with _hub_errors(repo_id):
-            api = huggingface_hub.HfApi(token=token)
-            url = api.create_repo(repo_id, private=private, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload adapter")
-    return str(url)
-
-
 def write(path: Source, header: Header, tensors: dict[str, Tensor]) -> Header:
     """Write an adapter file; returns its header, which has the digest of the tensors too."""
     header = header | {"digest": digest(tensors)}
@@ -206,6 +212,9 @@ def read(path: Source) -> tuple[Header, dict[str, Tensor]]:
         raise DtemError(f"this is not a whole safetensors file ({error}); other formats are never loaded") from error
     except Exception as error:  # torch and the JSON parser raise errors of every kind on foreign files
         raise DtemError(f"the file cannot be read: {error}") from error
+    config = _is_own(Path(path).parent / CONFIG) if Path(path).name == FILE else None
+    if config is not None and config.get("digest") != digest(tensors):
+        raise DtemError(f"{CONFIG} beside it is of another adapter: copy or download the folder again")
     return headers.from_older_version(headers.check(header, tensors), tensors)
 
 
@@ -301,86 +310,3 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise DtemError(f"tensor {name} has NaN or infinite values: the training that made it went wrong")
-
-
-def locate(source: Source, revision: str | None) -> Path:
-    """The local file that `source` stands for, fetched from the Hub if need be."""
-    if not isinstance(source, str | os.PathLike):
-        raise DtemError(f"{source!r} is a {type(source).__name__}, not a path, a shipped name or a Hub id")
-    name, known = os.fspath(source), shipped()
-    for path in (name, os.path.join(name, FILE)):
-        if os.path.isfile(path):
-            return Path(path)
-    if name in known:
-        return known[name]
-    if _HUB_ID.fullmatch(name) and not os.path.exists(name):
-        import huggingface_hub
-
-        from dtem.models.hub import note_revision, offline_without_network
-
-        with _hub_errors(name), offline_without_network():
-            file = huggingface_hub.hf_hub_download(name, FILE, revision=revision)
-        note_revision(name, revision)
-        return Path(file)
-    raise DtemError(
-        f"no adapter found as {name!r}: it is not a file, not a folder that holds {FILE}, not a shipped name "
-        f"(shipped: {', '.join(sorted(known)) or 'none'}) and not a Hub id (owner/name)"
-    )
-
-
-def shipped() -> dict[str, Path]:
-    """Adapters inside the package, by name."""
-    folder = Path(str(resources.files("dtem.adapters"))) / "shipped"
-    return {path.stem: path for path in folder.glob("*.safetensors")}
-
-
-def shipped_for(model: str) -> Path | None:
-    """The adapter inside the package for a model of that name (a timm tag behind a point makes no difference)."""
-    from dtem.models import mnist_vit
-
-    return mnist_vit.asset("dtem.safetensors") if model == mnist_vit.NAME else shipped().get(model.partition(".")[0])
-
-
-def list_adapters() -> list[str]:
-    """Names of the adapters that come with the package, for `dtem.from_pretrained`.
-
-    Examples:
-        >>> dtem.list_adapters()
-        ['deit_tiny_patch16_224', 'vit_tiny_patch16_224']
-    """
-    return sorted(shipped())
-
-
-@contextlib.contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
-    from huggingface_hub import errors
-
-    unreachable = errors.HTTPError  # type: ignore[attr-defined]  # of requests or httpx, whichever it stands on
-    try:
-        yield
-    except (OSError, unreachable, errors.EntryNotFoundError, errors.HFValidationError) as error:
-        raise DtemError(
-            f"the Hub did not serve {repo_id!r}: {type(error).__name__}: {error}. Check the id, the network "
-            "(HF_HUB_OFFLINE?) and that you may use it (hf auth login); a local file needs no Hub"
-        ) from error
-
-
-def _card(header: Header, repo_id: str) -> str:
-    host, name = header["host"], json.dumps(header["host"]["name"] or "unnamed")
-    trained = f"trained with r = {header['trained_r'] or '(not recorded)'}"
-    if revision := header["notes"].get("host_revision"):
-        trained += f" on the weights {revision}"
-    return f"""---
-library_name: dtem
-base_host: {name}
-tags: [dtem, token-merging, vision-transformer, {host["family"]}]
----
-# {repo_id}
-
-A `{header["method"]}` adapter for {_description(host)}, {trained}.
-
-```python
-model = timm.create_model({name}, pretrained=True)
-handle = dtem.from_pretrained("{repo_id}", model)  # stored schedule: r = {header["schedule"]}
-```
-"""

@@ -29,6 +29,7 @@ VERBS = {
     "show": "dtem.cli.show",
     "caption": "dtem.cli.caption",
     "models": "dtem.cli.models",
+    "adapters": "dtem.cli.adapters",
     "average": "dtem.cli.average",
     "app": "dtem.cli.app",
     "demo": "dtem.cli.demo",

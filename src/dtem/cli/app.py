@@ -98,7 +98,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _models(args: Namespace) -> "list[Model]":
     """The user's model, if there is one, and the digit classifier."""
-    from dtem.adapters import storage
+    from dtem.adapters.locate import locate, shipped_for
     from dtem.app import examples
     from dtem.app.explorer import Model, digit_model, load_accuracies
     from dtem.data.labels import num_classes
@@ -114,7 +114,7 @@ def _models(args: Namespace) -> "list[Model]":
     record = None if args.record is None else Path(args.record)
     if record is not None:
         load_accuracies(record, args.model)  # a wrong file is refused before weights are downloaded
-    adapter = storage.shipped_for(args.model) if args.adapter is None else storage.locate(args.adapter, None)
+    adapter = shipped_for(args.model) if args.adapter is None else locate(args.adapter)
     host = create_model(args.model, **settings)
     if num_classes(host) == 0:
         raise DtemError(f"{args.model} has no classifier, and the explorer shows predictions; try `dtem show`")

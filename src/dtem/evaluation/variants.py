@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtem import integrations, methods, schedule
 from dtem.adapters import storage
+from dtem.adapters.locate import locate
 from dtem.data import sources
 from dtem.data.sources import Source
 from dtem.errors import DtemError
@@ -279,7 +280,7 @@ def patched_variants(
     trained: dict[str, Handle] = {} if handle is None else {handle.method.name: handle}
     listed: dict[str, list[str]] = {}
     for file_label, name in labelled(adapters):
-        path = storage.locate(name, None)
+        path = locate(name)
         adapted = storage.from_pretrained(path, share(model), r=0, shortcut=shortcut)
         label = file_label or adapted.method.name
         if label in trained or label == UNMERGED:

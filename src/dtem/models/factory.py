@@ -43,7 +43,8 @@ def create_model(
     Args:
         name: a timm name (``deit_small_patch16_224``); ``hf:owner/name``, a Hub id or a folder that `save_pretrained`
             wrote (transformers); or one of dtem's own: ``lvvit_s``, ``seg_s_mask_16``, …, ``mnist_vit``. A GIT
-            captioner comes with its tokenizer, as ``model.tokenizer``.
+            captioner comes with its tokenizer, as ``model.tokenizer``. A Hub id may name its revision:
+            ``hf:owner/name@revision``.
         pretrained: load the published weights, downloaded once; False: random ones.
         weights: a .safetensors or torch file (tensors only) with the weights, instead of the published ones.
         num_classes: classes of the head, where not the model's own; 0: features without a head.

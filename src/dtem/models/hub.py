@@ -43,20 +43,30 @@ def note_revision(repository: str, revision: str | None, model: Any = None) -> N
             model.hub_revision = f"{repository}@{commit}"
 
 
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """``owner/name@revision`` in its two parts; a name without one has `revision`."""
+    repository, at, own = name.partition("@")
+    if not at or not own or os.path.exists(name):
+        return name, revision
+    if revision not in (None, own):
+        raise DtemError(f"revision = {revision!r}, and {name} names another one; leave one of them out")
+    return repository, own
+
+
 def create(
     name: str, pretrained: bool = False, with_tokenizer: bool = False, revision: str | None = None, **options: Any
 ) -> "nn.Module":
     """The model that a configuration names, in eval mode; with random weights unless `pretrained`.
 
     Args:
-        name: ``hf:owner/name``, a Hub id or a folder.
+        name: ``hf:owner/name``, a Hub id (also ``owner/name@revision``) or a folder.
         pretrained: load its weights; a captioner then has its tokenizer too.
         with_tokenizer: a captioner has its tokenizer also with random weights.
         revision: branch, tag or commit of the Hub's repository.
         options: ``img_size`` and ``num_classes`` change the configuration; ``drop_path_rate`` too, where it has one.
     """
     transformers = require("transformers", "transformers")
-    source = os.path.expanduser(name.removeprefix(PREFIX))
+    source, revision = split_revision(os.path.expanduser(name.removeprefix(PREFIX)), revision)
     if not os.path.isdir(source) and not _HUB_ID.fullmatch(source):
         raise DtemError(f"there is no folder {source}")
     if os.path.isdir(source) and revision is not None:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from dtem import integrations, schedule
-from dtem.adapters import storage
 from dtem.adapters.attach import is_patched
+from dtem.adapters.locate import shipped_for
 from dtem.data.labels import Labels
 from dtem.errors import DtemError
 from dtem.evaluation.variants import Adapters, check_methods, labelled, patched_variants
@@ -45,7 +45,7 @@ def find_handles(
         check_methods(methods, dense)
         if dense and labels is not None and model_options.get("num_classes") is None:
             model_options = {**model_options, "num_classes": len(named_classes(labels) or ())}
-        shipped = storage.shipped_for(model)
+        shipped = shipped_for(model)
         model = create_model(model, **model_options)
     names = check_methods(methods, dense=integrations.find(model).describe(model).dense)
     if "dtem" in names and not adapters and shipped is not None:
