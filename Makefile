@@ -4,11 +4,16 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
-OLD := .venv-oldest
+SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := $(VENV)/$(SCRIPTS)
 UV := $(BIN)/uv pip install --quiet
+UVX := $(BIN)/uvx --quiet
+MAIN := git+https://github.com/huggingface/pytorch-image-models git+https://github.com/huggingface/transformers
+NIGHTLY := https://download.pytorch.org/whl/nightly/cpu
+TEST := -m pytest -n auto --dist loadfile -m "not slow and not gpu and not hub"
 
-.PHONY: setup demo test test-slow test-oldest quality style docs bench reproduce wheel clean
+.PHONY: setup demo test test-slow test-oldest test-newest test-main quality style docs bench reproduce wheel packages \
+	sbom licences api-changes clean
 
 setup: $(VENV)/.ready
 
@@ -22,7 +27,7 @@ demo: setup
 	$(BIN)/dtem demo
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu and not hub"
+	OMP_NUM_THREADS=1 $(BIN)/python $(TEST)
 
 # Also examples/ray_predict.py on a Ray of its own.
 test-slow: setup
@@ -31,9 +36,23 @@ test-slow: setup
 
 # The contract suite with the oldest libraries that pyproject.toml declares.
 test-oldest: setup
-	$(PYTHON) -m venv $(OLD)
-	$(UV) --python $(OLD)/bin/python -c constraints-oldest.txt -e ".[test]"
-	OMP_NUM_THREADS=1 $(OLD)/bin/python -m pytest -n auto --dist loadfile -m contract -W default
+	$(PYTHON) -m venv .venv-oldest
+	$(UV) --python .venv-oldest/$(SCRIPTS)/python -c constraints-oldest.txt -e ".[test]"
+	OMP_NUM_THREADS=1 .venv-oldest/$(SCRIPTS)/python -m pytest -n auto --dist loadfile -m contract -W default
+
+# All tests with the newest releases.
+test-newest: setup
+	$(PYTHON) -m venv .venv-newest
+	$(UV) --upgrade --python .venv-newest/$(SCRIPTS)/python -e ".[dev]"
+	OMP_NUM_THREADS=1 .venv-newest/$(SCRIPTS)/python $(TEST) -W default
+
+# All tests with the main branches of timm and transformers, and torch of last night.
+test-main: setup
+	$(PYTHON) -m venv .venv-main
+	$(UV) --python .venv-main/$(SCRIPTS)/python -e ".[dev]"
+	$(UV) --upgrade --prerelease allow --python .venv-main/$(SCRIPTS)/python torch torchvision --index-url $(NIGHTLY)
+	$(UV) --upgrade --python .venv-main/$(SCRIPTS)/python $(MAIN)
+	OMP_NUM_THREADS=1 .venv-main/$(SCRIPTS)/python $(TEST) -W default
 
 quality: setup
 	$(BIN)/ruff check .
@@ -61,8 +80,32 @@ wheel: setup
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv .venv-wheel
-	$(UV) --python .venv-wheel/bin/python -c constraints.txt dist/*.whl
-	cd .venv-wheel && bin/python -c "import dtem; print(dtem.__version__, dtem.patch)" && bin/dtem flops --model deit_tiny_patch16_224 --r 0,16
+	$(UV) --python .venv-wheel/$(SCRIPTS)/python -c constraints.txt dist/*.whl
+	cd .venv-wheel && $(SCRIPTS)/python -c "import dtem; print(dtem.__version__, dtem.patch)" && \
+		$(SCRIPTS)/dtem flops --model deit_tiny_patch16_224 --r 0,16
+
+# Wheel and source distribution, built, and installed alone with each extra: what it is for is used once. Slow.
+# make packages EXTRAS="export predict" for some of them; PYTHON=python3.13 for another Python.
+packages: setup
+	rm -rf dist
+	$(BIN)/uv build --quiet --python $(PYTHON)
+	$(BIN)/python .ci/packages.py --python $(PYTHON) $(EXTRAS)
+
+# A software bill of materials of what users install.
+sbom: wheel
+	$(UVX) --from cyclonedx-bom cyclonedx-py environment .venv-wheel --output-file dist/dtem.cdx.json
+	@echo dist/dtem.cdx.json
+
+# The licences of the same.
+licences: wheel
+	$(UVX) pip-licenses --python .venv-wheel/$(SCRIPTS)/python --order license --format markdown --output-file dist/licences.md
+	@cat dist/licences.md
+
+# What changed in the public API since the last tag; breaking changes are an error.
+api-changes: setup
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null); \
+	if [ -z "$$tag" ]; then echo "there is no tag yet, so there is nothing to compare the API with"; \
+	else $(UVX) griffe check dtem --search src --against "$$tag"; fi
 
 clean:
-	rm -rf $(VENV) $(OLD) .venv-wheel dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,11 +1,14 @@
 """Adapter files of earlier versions load, and give the logits that they gave then.
 
-Each case is two files, both written by dtem 0.3 (file format 1):
+Each case is two files, written by one version of dtem; `archive.py` writes them:
 
-    NAME.adapter.safetensors   the adapter, as `save_pretrained` wrote it: dtem with every trained weight perturbed
+    NAME.adapter.safetensors   the adapter, as `save_pretrained` wrote it: dtem with every trained weight perturbed; or
+    NAME.adapter/              the same as a folder
     NAME.safetensors           the host's weights (host.*), two random images, and the logits at three rates (logits.R)
+    NAME.onnx                  (some) the model with the adapter, exported at the stored rate
 
-The hosts are the tiny ones of the contract suite. Files are only ever added: one pair for each new file format.
+format1 is of dtem 0.3, format2 of 0.4 (with norms and biases), folder of 0.5. The hosts are the tiny ones of the
+contract suite. Files are only ever added.
 """
 
 import json
@@ -20,8 +23,20 @@ import dtem
 from contract.hosts import HOSTS
 
 FOLDER = Path(__file__).parent
-CASES = {"classifier_format1": ("distilled", "9"), "segmenter_format1": ("segmenter", "40%")}
-"""File, its host, and the rate that is stored in it."""
+CASES = {
+    "classifier_format1": ("distilled", "9"),
+    "segmenter_format1": ("segmenter", "40%"),
+    "classifier_format2": ("distilled", "9"),
+    "classifier_folder": ("distilled", "9"),
+}
+"""Name, its host, and the rate that is stored in the adapter."""
+EXPORTED = ["classifier_format2"]
+
+
+def adapter_of(name):
+    """The adapter's file, or its folder."""
+    folder = FOLDER / f"{name}.adapter"
+    return folder if folder.is_dir() else FOLDER / f"{name}.adapter.safetensors"
 
 
 def host_of(name):
@@ -35,7 +50,7 @@ def host_of(name):
 @pytest.mark.parametrize("name", CASES)
 def test_an_old_adapter_gives_its_old_logits(name):
     model, reference = host_of(name)
-    handle = dtem.from_pretrained(FOLDER / f"{name}.adapter.safetensors", model)
+    handle = dtem.from_pretrained(adapter_of(name), model)
     assert str(handle.r) == CASES[name][1]
     rates = [key.removeprefix("logits.") for key in reference if key.startswith("logits.")]
     assert len(rates) == 3
@@ -44,8 +59,20 @@ def test_an_old_adapter_gives_its_old_logits(name):
             torch.testing.assert_close(model(reference["images"]), reference[f"logits.{r}"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_old_exported_file_gives_its_old_logits(name):
+    """In onnxruntime, alone: a file runs without dtem, so that only its runtime can change it."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    reference = load_file(FOLDER / f"{name}.safetensors")
+    session = onnxruntime.InferenceSession(FOLDER / f"{name}.onnx", providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": reference["images"].numpy()})
+    expected = reference[f"logits.{CASES[name][1]}"]
+    torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-4)
+
+
 def test_every_stored_adapter_is_tested():
-    assert {path.name.split(".")[0] for path in FOLDER.glob("*.safetensors")} == set(CASES)
+    assert {path.name.split(".")[0] for path in FOLDER.glob("*.*") if path.suffix != ".py"} == set(CASES)
+    assert {path.stem for path in FOLDER.glob("*.onnx")} == set(EXPORTED)
 
 
 @pytest.mark.parametrize("feature", ["learned rates", "dtem_no_prop"])
