@@ -666,7 +666,7 @@ def test_failing_write_keeps_the_old_file_and_nothing_else(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     handle = trained()
-    monkeypatch.setattr(storage.os, step, full)
+    monkeypatch.setattr(os, step, full)
     with pytest.raises(dtem.DtemError, match=os.strerror(errno.ENOSPC)) as caught:
         dtem.save_pretrained(handle, path)
     assert str(path) in str(caught.value)
@@ -678,7 +678,7 @@ def test_interrupted_write_keeps_the_old_file(saved: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     before = saved.read_bytes()
-    monkeypatch.setattr(storage.os, "fsync", interrupt)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         dtem.save_pretrained(dtem.patch(tiny(), r=1), saved)
     assert saved.read_bytes() == before
