@@ -42,12 +42,12 @@ class DemoData:
 
 
 class Relabelled(Source):
-    """The images of a source that is read by index, under other labels."""
+    """The images of a source that is read by index, under other labels or, without `labels`, under none."""
 
-    def __init__(self, source: Source, labels: Sequence[int], spec: str) -> None:
-        super().__init__(spec, labelled=True, length=source.length)
+    def __init__(self, source: Source, labels: Sequence[int] | None, spec: str) -> None:
+        super().__init__(spec, labelled=labels is not None, length=source.length)
         self.source = source
-        self._labels = labels
+        self._labels = [sources.UNLABELLED] * (source.length or 0) if labels is None else labels
 
     def read(self, index: int) -> Record:
         return self.source.read(index)._replace(label=self._labels[index])
@@ -92,6 +92,8 @@ def own_data(
         note = f"labels not used: {len(names)} class folders, and the model has {count} classes"
     if held_out.labelled and not note:
         return DemoData(training, held_out, "accuracy", names or class_labels(model))
+    if note and training.length is not None:
+        training = Relabelled(training, None, training.spec)
     labels = predicted_classes(model, held_out, batch_size)
     spec = f"{held_out.spec} (labels: the unmerged model's predictions)"
     return DemoData(training, Relabelled(held_out, labels, spec), "agreement", class_labels(model), note=note)
