@@ -1,10 +1,14 @@
 """The decoupled embedding of DTEM (https://arxiv.org/abs/2412.10569): features that only token matching uses."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dtem import ops
 from dtem.errors import DtemError
+from dtem.hooks import are_untouched
 
 
 class DecoupledEmbedding(nn.Sequential):
@@ -19,6 +23,9 @@ class DecoupledEmbedding(nn.Sequential):
 
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch d"]:
         """Embed each token. (Flattened to a matrix: for more dimensions torch may choose a slower product.)"""
+        if _is_plain(self, x):
+            layer: Any = self._modules["0"]
+            return ops.linear.linear(x, layer.weight, layer.bias)
         z: Tensor = super().forward(x.flatten(0, -2))  # type: ignore[no-untyped-call]
         return z.view(*x.shape[:-1], z.shape[-1])
 
@@ -57,3 +64,19 @@ def _orthonormal(rows: int, columns: int, generator: torch.Generator | None) -> 
     tall = torch.randn(max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64)
     q = torch.linalg.qr(tall).Q.float()
     return q if rows > columns else q.T.contiguous()
+
+
+def _is_plain(embedding: DecoupledEmbedding, x: Tensor) -> bool:
+    """Whether this is one plain layer, without hooks, whose product is faster by oneDNN."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or len(embedding._modules) != 1:
+        return False
+    layer: Any = embedding._modules["0"]
+    return (
+        type(layer) is nn.Linear
+        and type(layer.weight) is nn.Parameter
+        and ops.linear.serves(x)
+        and layer.weight.dtype == x.dtype
+        and layer.weight.is_cpu
+        and are_untouched(embedding, layer)
+        and not torch.is_autocast_enabled("cpu")
+    )

@@ -35,15 +35,15 @@ class Tokens(NamedTuple):
     """Values that a method passes to its own next step (tokens set aside, running scores, …)."""
 
     def replace(self, **changes: Any) -> "Tokens":
-        """A copy with some fields changed. (Like `_replace`, which older versions of torch.compile cannot trace.)"""
-        fields: dict[str, Any] = {
-            "x": self.x,
-            "size": self.size,
-            "source": self.source,
-            "excluded": self.excluded,
-            "carry": self.carry,
-        }
-        return Tokens(**{**fields, **changes})
+        """A copy with some fields changed. (As `_replace`, which older versions of torch.compile cannot trace.)"""
+        get = changes.get
+        return Tokens(
+            get("x", self.x),
+            get("size", self.size),
+            get("source", self.source),
+            get("excluded", self.excluded),
+            get("carry", self.carry),
+        )
 
 
 class Taps(NamedTuple):

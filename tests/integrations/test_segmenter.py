@@ -8,7 +8,6 @@ import dtem
 from contract.hosts import fresh, images, patched
 from dtem import ops
 from dtem.errors import DtemError
-from dtem.integrations import cpu_workspace
 from dtem.models.segmenter import LinearDecoder, Segmenter, plain_encoder
 
 R = 12
@@ -50,7 +49,8 @@ def by_hand(model: Segmenter, x: Tensor, r: int, proportional: bool, embeddings:
 @pytest.mark.parametrize("method", ["tome", "dtem"])
 @pytest.mark.parametrize("memory", [True, False])
 def test_forward_by_hand(method: str, proportional: bool, memory: bool, monkeypatch) -> None:
-    monkeypatch.setattr(cpu_workspace, "SMALL", 0 if memory else 1 << 30)  # with and without the workspace
+    monkeypatch.setattr(ops.linear, "serves", lambda x: not memory and x.dtype == torch.float32)
+    monkeypatch.setattr(ops.linear, "SMALL", 0)  # with and without the workspace
     model, handle = patched("segmenter", method, R, proportional=proportional)
     x = images("segmenter")
     with torch.no_grad():
@@ -61,7 +61,8 @@ def test_forward_by_hand(method: str, proportional: bool, memory: bool, monkeypa
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_blocks_that_merge_nothing_are_the_hosts(memory: bool, monkeypatch) -> None:
-    monkeypatch.setattr(cpu_workspace, "SMALL", 0 if memory else 1 << 30)
+    monkeypatch.setattr(ops.linear, "serves", lambda x: not memory and x.dtype == torch.float32)
+    monkeypatch.setattr(ops.linear, "SMALL", 0)
     model, handle = patched("segmenter", "tome", [0, 0, 0, 5])
     x = images("segmenter")
     with torch.no_grad():

@@ -25,7 +25,7 @@ def case(options: dict, biased: bool) -> tuple[Attention, torch.Tensor, torch.Te
 def test_attention_for_export_is_attention(options: dict, biased: bool) -> None:
     attn, h, bias = case(options, biased)
     projected, taps = timm_block._attention_for_export(attn, h, bias)
-    y, expected = timm_block._head_outputs(attn, None, h, bias)
+    y, expected = timm_block._head_outputs(attn, h, bias)
     torch.testing.assert_close(projected, attn.proj(y))
     for name in ("q", "k", "v"):
         torch.testing.assert_close(getattr(taps, name), getattr(expected, name))
@@ -43,7 +43,7 @@ def test_absorbed_head_outputs_are_head_outputs(options: dict, biased: bool, pre
     attn, h, bias = case(options, biased)
     expected = timm_block._prefix_head_outputs(attn, prefix, h, bias)
     torch.testing.assert_close(timm_block._absorbed_head_outputs(attn, prefix, h, bias), expected)
-    y, _ = timm_block._head_outputs(attn, None, h, bias)
+    y, _ = timm_block._head_outputs(attn, h, bias)
     torch.testing.assert_close(expected.transpose(1, 2).reshape(2, prefix, -1), y[:, :prefix])
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from dtem.errors import DtemError
 from dtem.integrations import affine
-from dtem.integrations.base import AuxiliaryLosses, Integration, Merger, Trace, is_fully_sharded
+from dtem.integrations.base import Integration, Merger, is_fully_sharded
+from dtem.integrations.recording import AuxiliaryLosses, Trace
 from dtem.registry import Registry
 
 INTEGRATIONS = Registry(

@@ -3,18 +3,17 @@
 import contextlib
 import dataclasses
 import functools
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dtem import ops
 from dtem import schedule as schedules
 from dtem.errors import DtemError
+from dtem.integrations.recording import AuxiliaryLosses, Recorders, Trace, current_recorder, recording
 from dtem.methods import Method
 from dtem.types import HostSpec, Taps, Tokens
 
@@ -22,53 +21,6 @@ Attention = Callable[[Tensor, Tensor | None], tuple[Tensor, Taps]]
 """(x, bias by key) -> x with the attention residual added, and the taps."""
 Mlp = Callable[[Tensor], Tensor]
 """x -> x with the MLP residual added."""
-
-
-@dataclasses.dataclass
-class Trace:
-    """Which patches were merged, block by block, in the forwards under `handle.trace()`."""
-
-    sources: list[Tensor] = dataclasses.field(default_factory=list)
-    """Source map after each block, (b, p): for each patch (row by row) the index of its token, −1 if dropped."""
-    sizes: list[Tensor] = dataclasses.field(default_factory=list)
-    """Token sizes after each block, (b, n): the number of patches in each token."""
-
-    def record(self, tokens: Tokens) -> None:
-        """Add the tokens after one block."""
-        if tokens.source is not None:
-            self.sources.append(tokens.source)
-        size = tokens.size
-        self.sizes.append(torch.ones_like(tokens.x[..., 0]) if size is None else size.detach())
-
-
-class AuxiliaryLosses(dict[str, Tensor]):
-    """Auxiliary losses of a method, by name, from one soft forward."""
-
-    merge_candidates: tuple[ops.MergeCandidates, ...] = ()
-    """With ``fisher=True``: the input of the Fisher loss (`ops.fisher_loss`)."""
-
-
-R = TypeVar("R")
-Recorders = dict[int, tuple[int, R]]
-"""Active traces or losses of one model, oldest first: by their id, with the thread that opened them."""
-
-
-@contextlib.contextmanager
-def _recording(recorders: Recorders[R], recorder: R) -> Iterator[R]:
-    recorders[id(recorder)] = threading.get_ident(), recorder
-    try:
-        yield recorder
-    finally:
-        del recorders[id(recorder)]
-
-
-def _current(recorders: Recorders[R]) -> R | None:
-    """The newest recorder of this thread, else the newest of all."""
-    if not recorders:
-        return None
-    active = list(recorders.values())
-    own = [recorder for thread, recorder in active if thread == threading.get_ident()]
-    return own[-1] if own else active[-1][1] if active else None
 
 
 class Merger(nn.Module):
@@ -96,10 +48,12 @@ class Merger(nn.Module):
         self.mark_untrained()
         self._traces: Recorders[Trace] = {}
         self._losses: Recorders[AuxiliaryLosses] = {}
+        self.fast_blocks: Any = None
+        """What `integrations.fast_block` has read of the host's blocks."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model is not being recorded."""
-        return {**self.__dict__, "_traces": {}, "_losses": {}}
+        return {**self.__dict__, "_traces": {}, "_losses": {}, "fast_blocks": None}
 
     def change_host(self, model: nn.Module, **changes: Any) -> None:
         """Update what the method knows of the host, and check or solve r for it again."""
@@ -181,7 +135,7 @@ class Merger(nn.Module):
     @property
     def trace(self) -> Trace | None:
         """The active trace of this model, if any; None in a compiled graph."""
-        return None if torch.compiler.is_compiling() else _current(self._traces)
+        return None if torch.compiler.is_compiling() else current_recorder(self._traces)
 
     def plan(self, patches: int) -> tuple[int, ...]:
         """r of every block for an image of `patches` patches."""
@@ -230,15 +184,15 @@ class Merger(nn.Module):
 
     def tracing(self) -> contextlib.AbstractContextManager[Trace]:
         """Record every forward of this model, from any thread that has no trace of its own."""
-        return _recording(self._traces, Trace())
+        return recording(self._traces, Trace())
 
     def collecting_losses(self) -> contextlib.AbstractContextManager[AuxiliaryLosses]:
         """Collect the auxiliary losses of this model's soft forwards, from the same threads as `tracing`."""
-        return _recording(self._losses, AuxiliaryLosses())
+        return recording(self._losses, AuxiliaryLosses())
 
     def finish(self, tokens: Tokens) -> None:
         """Called after the last block: collects the auxiliary losses (not in a compiled graph)."""
-        losses = None if torch.compiler.is_compiling() else _current(self._losses)
+        losses = None if torch.compiler.is_compiling() else current_recorder(self._losses)
         if losses is not None and self.method.soft:
             losses.update(self.method.losses(tokens))
             losses.merge_candidates += self.method.merge_candidates(tokens)
@@ -361,11 +315,16 @@ def linear_weights(layer: Any) -> tuple[Any, Any]:
     return weight.detach(), None if bias is None else bias.detach()
 
 
-def run_block(method: Method, layer: int, tokens: Tokens, r: int, attention: Attention, mlp: Mlp) -> Tokens:
-    """One block, in the steps of `methods.base`."""
+def run_block(
+    method: Method, layer: int, tokens: Tokens, r: int, attention: Attention, mlp: Mlp, unread: bool = False
+) -> Tokens:
+    """One block, in the steps of `methods.base`. With `unread`, only the prefix is read of what it returns."""
     tokens = method.before(layer, tokens, r)
     x, taps = attention(tokens.x, method.bias(tokens))
-    tokens = method.reduce(layer, tokens.replace(x=x), taps, r)
+    if unread and r and method.merges_only and not method.soft:
+        tokens = Tokens(x[:, : x.shape[1] - r].contiguous(), carry=tokens.carry)
+    else:
+        tokens = method.reduce(layer, tokens.replace(x=x), taps, r)
     tokens = tokens.replace(x=mlp(tokens.x))
     return method.after(layer, tokens, r)
 
@@ -377,6 +336,7 @@ def run_blocks(
     split_block: Callable[[Any], tuple[Attention, Mlp]],
     checkpointing: bool = False,
     on_block: Callable[[Tokens], None] | None = None,
+    only_prefix: bool = False,
 ) -> Tokens:
     """Run `blocks` (the first ones of the host, or all) with token reduction.
 
@@ -387,6 +347,7 @@ def run_blocks(
         split_block: gives the attention and the MLP of a block, each with its residual added.
         checkpointing: gradient checkpointing.
         on_block: called with the tokens after every block, which then have a source map.
+        only_prefix: only the prefix is read of the result, so the last block may drop patches instead of merging.
     """
     method, prefix = merger.method, merger.method.host.prefix
     patches = x.shape[1] - prefix
@@ -397,8 +358,12 @@ def run_blocks(
     tokens = Tokens(x, source=source)
     for layer, (block, r) in enumerate(zip(blocks, merger.plan(patches), strict=False)):
         attention, mlp = split_block(block)
-        step = functools.partial(run_block, method, layer, r=r, attention=attention, mlp=mlp)
-        tokens = checkpointed(step, tokens) if checkpointing and torch.is_grad_enabled() else step(tokens)
+        if checkpointing and torch.is_grad_enabled():
+            step = functools.partial(run_block, method, layer, r=r, attention=attention, mlp=mlp)
+            tokens = checkpointed(step, tokens)
+        else:
+            unread = only_prefix and trace is None and layer == method.host.depth - 1
+            tokens = run_block(method, layer, tokens, r, attention, mlp, unread)
         if trace is not None:
             trace.record(tokens)
         if on_block is not None:

@@ -2,25 +2,31 @@
 
 On CPU a large new buffer costs page faults: GELU takes three times as long out of place as in place. `CpuWorkspace`
 lives for one forward and reuses one buffer for its largest products (qkv, then the hidden layer of the MLP, block after
-block); activations and residuals are computed in place. Small features (batch 1) stay in the cache, where passes over
-memory cost more: there, oneDNN adds bias, GELU or residual in the product itself. Values are those of the host's own
-modules. Used only without gradients, and only for blocks whose linear layers are plain (`is_plain_linear`): one that is
-wrapped, hooked, quantised, offloaded or sharded is called as it is.
+block); activations and residuals are computed in place. Where oneDNN is faster (`ops.linear`), it adds bias, GELU or
+residual in the product itself. Values are those of the host's own modules. Used only without gradients, and only for
+blocks whose linear layers are plain (`is_plain_linear`): others (wrapped, hooked, quantised, offloaded, sharded) are
+called as they are.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from dtem import ops
+from dtem.hooks import are_untouched
 from dtem.integrations.affine import tuned_class
 
-#: Features with fewer entries than this (1 MB) are taken to stay in the cache.
-SMALL = 1 << 18
-
-
 PLAIN_LINEAR = (nn.Linear, tuned_class(nn.Linear))
+
+
+class Linear(Protocol):
+    """A linear layer: a module, or its parts (`fast_block.Parts`)."""
+
+    weight: Any
+    bias: Any
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
 class CpuWorkspace:
@@ -29,40 +35,43 @@ class CpuWorkspace:
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+    def linear(self, layer: Linear, x: Tensor) -> Tensor:
         """`layer(x)`, into the buffer."""
-        if not _fits(layer, x):
+        weight, bias = layer.weight, layer.bias
+        if not _fits(weight, bias, x):
             return layer(x)
-        if _small(x):
-            return torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+        if ops.linear.serves(x):
+            return ops.linear.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
-        shape = (rows.shape[0], layer.out_features)
+        shape = (rows.shape[0], weight.shape[0])
         needed = shape[0] * shape[1]
         if self._buffer is None or self._buffer.numel() < needed:
             self._buffer = x.new_empty(needed)
         out = self._buffer[:needed].view(shape)
-        torch.addmm(layer.bias, rows, layer.weight.t(), out=out)
+        torch.addmm(bias, rows, weight.t(), out=out)
         return out.view(*x.shape[:-1], shape[1])
 
-    def gelu(self, layer: nn.Linear, x: Tensor, approximate: str) -> Tensor:
+    def gelu(self, layer: Linear, x: Tensor, approximate: str) -> Tensor:
         """GELU of `layer(x)`, into the buffer."""
-        if _fits(layer, x) and _small(x):
-            return torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "gelu", [], approximate)
+        weight, bias = layer.weight, layer.bias
+        if _fits(weight, bias, x) and ops.linear.serves(x):
+            return ops.linear.linear_gelu(x, weight, bias, approximate)
         return torch.ops.aten.gelu_(self.linear(layer, x), approximate=approximate)
 
-    def residual(self, x: Tensor, layer: nn.Linear, y: Tensor) -> Tensor:
+    def residual(self, x: Tensor, layer: Linear, y: Tensor) -> Tensor:
         """`x + layer(y)`, in one matrix product that accumulates into x + bias."""
-        if not _fits(layer, y):
+        weight, bias = layer.weight, layer.bias
+        if not _fits(weight, bias, y):
             return layer(y).add_(x)
-        if _small(x):
-            return torch.ops.mkldnn._linear_pointwise.binary(y, x.contiguous(), layer.weight, layer.bias, "add")
-        out = x.contiguous() + layer.bias
-        out.view(-1, out.shape[-1]).addmm_(y.reshape(-1, y.shape[-1]), layer.weight.t())
+        if ops.linear.serves(x):
+            return ops.linear.linear_add(x, y, weight, bias)
+        out = x.contiguous() + bias
+        out.view(-1, out.shape[-1]).addmm_(y.reshape(-1, y.shape[-1]), weight.t())
         return out
 
 
-def _fits(layer: nn.Linear, x: Tensor) -> bool:
-    return layer.bias is not None and x.dtype == layer.weight.dtype and x.device == layer.weight.device
+def _fits(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
+    return bias is not None and x.dtype == weight.dtype and weight.is_cpu
 
 
 def is_plain_linear(layer: Any) -> bool:
@@ -84,27 +93,9 @@ def create(x: Tensor) -> CpuWorkspace | None:
     """A `CpuWorkspace` for this forward; None if it would not be faster, or with gradients, compilation or autocast."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    if x.device.type != "cpu" or (x.numel() < SMALL and not _small(x)):
+    if not x.is_cpu or (x.numel() < ops.linear.SMALL and not ops.linear.serves(x)):
         return None
     return None if torch.is_autocast_enabled("cpu") else CpuWorkspace()
-
-
-def _small(x: Tensor) -> bool:
-    """Whether to compute products of these features with oneDNN: they are small, and it is available."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return x.numel() < SMALL and x.dtype == torch.float32 and available
-
-
-def are_untouched(*modules: nn.Module) -> bool:
-    """Whether these modules have the forward of their class and no hooks, so that their parts can be called instead."""
-    return not any("forward" in module.__dict__ for module in modules) and not has_hooks(*modules)
-
-
-def has_hooks(*modules: nn.Module) -> bool:
-    """Whether one of these modules, or all modules of this process, have forward hooks."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def is_identity(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.git.modeling_git import GitVisionMLP
 from transformers.models.siglip.modeling_siglip import SiglipMLP
 
+from dtem.hooks import are_untouched
 from dtem.integrations import cpu_workspace
 from dtem.integrations.base import Attention, Mlp
 from dtem.integrations.hf_base import (
@@ -62,7 +63,7 @@ def _is_plain(inner: nn.Module) -> bool:
     """Whether the MLP can be run layer by layer, with the last one's weights: nothing in it is replaced or hooked."""
     return (
         type(inner) in MLPS
-        and cpu_workspace.are_untouched(inner, *inner.children())
+        and are_untouched(inner, *inner.children())
         and cpu_workspace.is_plain_linear(inner.fc1)
         and cpu_workspace.is_plain_linear(inner.fc2)
     )

@@ -6,17 +6,17 @@ The decoder needs every patch, so the computation inside attention and MLP is wh
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dtem import ops
 from dtem.errors import DtemError
-from dtem.integrations import cpu_workspace
-from dtem.integrations.base import Integration, Merger, Trace, checkpointed
-from dtem.integrations.cpu_workspace import CpuWorkspace
-from dtem.integrations.timm_block import attention_branch, mlp_branch, workspace_for
+from dtem.integrations import cpu_workspace, fast_block
+from dtem.integrations.base import Integration, Merger, checkpointed
+from dtem.integrations.recording import Trace
+from dtem.integrations.timm_block import attention_branch, mlp_branch
 from dtem.integrations.timm_vit import TimmVit
 from dtem.methods.affine import find_affine
 from dtem.methods.dense import DenseMethod, Grouped
@@ -80,24 +80,45 @@ class MergingSegmenter(Segmenter):
                 "unpatch the Segmenter, call encoder.set_input_size, and patch it again"
             )
         x = self.embed(images)
-        workspace = cpu_workspace.create(x)
+        branches = split_branches(self.dtem, encoder.blocks, x)
         checkpointing = encoder.grad_checkpointing and torch.is_grad_enabled()
         plan = self.dtem.plan(x.shape[1] - encoder.num_prefix_tokens)
         merge_candidates: list[ops.MergeCandidates] = []
         for layer, (block, r) in enumerate(zip(encoder.blocks, plan, strict=True)):
-            step = functools.partial(
-                run_block, method, layer, block, workspace_for(block, workspace), r, trace, merge_candidates
-            )
+            step = functools.partial(run_block, method, layer, block, branches[layer], r, trace, merge_candidates)
             x = checkpointed(step, x) if checkpointing else step(x)
         self.dtem.finish(Tokens(x, carry={"merge_candidates": tuple(merge_candidates)}))
         return encoder.norm(x)
+
+
+class Branches(NamedTuple):
+    """The residual branches of a block, without x."""
+
+    attention: Callable[[Tensor, Tensor | None], Tensor]
+    mlp: Callable[[Tensor], Tensor]
+    in_place: bool
+    """Whether their results can be written to."""
+
+
+def split_branches(merger: Merger, blocks: Any, x: Tensor) -> list[Branches]:
+    """The branches of every block."""
+    partial = functools.partial
+    workspace = cpu_workspace.create(x)
+    if workspace is None:
+        return [Branches(partial(attention_branch, block), partial(mlp_branch, block), False) for block in blocks]
+    return [
+        Branches(partial(attention_branch, block), partial(mlp_branch, block), False)
+        if fast is None
+        else Branches(partial(fast.attention_branch, workspace), partial(fast.mlp_branch, workspace), True)
+        for block, fast in zip(blocks, fast_block.read(merger, blocks), strict=True)
+    ]
 
 
 def run_block(
     method: DenseMethod,
     layer: int,
     block: Any,
-    workspace: CpuWorkspace | None,
+    branches: Branches,
     r: int,
     trace: Trace | None,
     merge_candidates: list[ops.MergeCandidates],
@@ -106,10 +127,10 @@ def run_block(
     """One block, in the steps of `methods.dense`. Candidates of the Fisher loss are added to `merge_candidates`."""
 
     def attention(grouped: Grouped) -> Tensor:
-        return attention_branch(block, workspace, grouped.x, method.bias_of(grouped))
+        return branches.attention(grouped.x, method.bias_of(grouped))
 
     def mlp(grouped: Grouped) -> Tensor:
-        return mlp_branch(block, workspace, grouped.x)
+        return branches.mlp(grouped.x)
 
     components: tuple[tuple[nn.Module, Callable[[Grouped], Tensor]], ...]
     components = (block.norm1, attention), (block.norm2, mlp)
@@ -120,7 +141,7 @@ def run_block(
         if grouped.candidates is not None:
             merge_candidates.append(grouped.candidates)
         y = method.ungroup(component(grouped), grouped)
-        x = x + y if workspace is None else y.add_(x)
+        x = y.add_(x) if branches.in_place else x + y
     return x
 
 

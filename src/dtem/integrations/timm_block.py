@@ -1,4 +1,4 @@
-"""Attention and MLP of timm's Block, run through the host's own submodules.
+"""Attention and MLP of timm's Block, run through the host's own submodules (on a CPU plain blocks: `fast_block`).
 
 `attention` and `mlp` take x and return it with the residual added; `attention_branch` and `mlp_branch` take the
 normalised input and return the residual branch alone.
@@ -8,12 +8,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
 from dtem import ops
 from dtem.integrations import cpu_workspace
-from dtem.integrations.cpu_workspace import CpuWorkspace
 from dtem.types import Taps
 
 Block = Any
@@ -22,28 +20,25 @@ Attention = Any
 """timm.layers.Attention"""
 
 
-def attention(block: Block, workspace: CpuWorkspace | None, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
+def attention(block: Block, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
     """Attention of the block, with its residual added."""
     if ops.is_fused_merge() and _is_plain(block.attn):
         y, taps = _attention_for_export(block.attn, block.norm1(x), bias)
         return x + _chain((block.attn.proj_drop, block.ls1, block.drop_path1), y), taps
-    y, taps = _head_outputs(block.attn, workspace, block.norm1(x), bias)
-    return _project_heads(block, workspace, x, taps.input, y), taps
+    y, taps = _head_outputs(block.attn, block.norm1(x), bias)
+    return _project_heads(block, x, taps.input, y), taps
 
 
-def attention_branch(block: Block, workspace: CpuWorkspace | None, h: Tensor, bias: Tensor | None) -> Tensor:
+def attention_branch(block: Block, h: Tensor, bias: Tensor | None) -> Tensor:
     """The residual branch of attention, without x."""
-    y, _ = _head_outputs(block.attn, workspace, h, bias)
-    return _project_heads(block, workspace, None, h, y)
+    y, _ = _head_outputs(block.attn, h, bias)
+    return _project_heads(block, None, h, y)
 
 
-def _head_outputs(
-    attn: Attention, workspace: CpuWorkspace | None, h: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Taps]:
+def _head_outputs(attn: Attention, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
     """Concatenated head outputs, (b, n, c)."""
     batch, count, _ = h.shape
-    qkv = attn.qkv(h) if workspace is None else workspace.linear(attn.qkv, h)
-    q, k, v = qkv.view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = attn.qkv(h).view(batch, count, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = _call(attn.q_norm, q), _call(attn.k_norm, k)
     y = ops.attend(q, k, v, bias, attn.scale, _dropout(attn)).transpose(1, 2).flatten(2)
     return y, Taps(h, q, k, v, attn.scale)
@@ -96,7 +91,7 @@ def last_attention(block: Block, prefix: int, x: Tensor, bias: Tensor | None) ->
     h = block.norm1(x)
     head_outputs = _absorbed_head_outputs if _is_plain(attn) and not _dropout(attn) else _prefix_head_outputs
     y = head_outputs(attn, prefix, h, bias).transpose(1, 2).flatten(2)
-    return _project_heads(block, None, x[:, :prefix], h[:, :prefix], y)
+    return _project_heads(block, x[:, :prefix], h[:, :prefix], y)
 
 
 def _prefix_head_outputs(attn: Attention, prefix: int, h: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,39 +123,28 @@ def _absorbed_head_outputs(attn: Attention, prefix: int, h: Tensor, bias: Tensor
     return y if v_bias is None else y + v_bias.view(heads, 1, -1)
 
 
-def _project_heads(block: Block, workspace: CpuWorkspace | None, x: Tensor | None, h: Tensor, y: Tensor) -> Tensor:
+def _project_heads(block: Block, x: Tensor | None, h: Tensor, y: Tensor) -> Tensor:
     """Inner norm and gate (if any), projection, layer scale and drop path, and the residual if x is given."""
     attn = block.attn
     y = _call(attn.norm, y)
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(h).sigmoid()
     after = (attn.proj_drop, block.ls1, block.drop_path1)
-    if workspace is not None and x is not None and all(map(cpu_workspace.is_identity, after)):
-        return workspace.residual(x, attn.proj, y)
     return _plus(x, _chain(after, attn.proj(y)))
 
 
-def mlp(block: Block, workspace: CpuWorkspace | None, x: Tensor) -> Tensor:
+def mlp(block: Block, x: Tensor) -> Tensor:
     """MLP of the block, with its residual added."""
-    return _mlp(block, workspace, x, block.norm2(x))
+    return _mlp(block, x, block.norm2(x))
 
 
-def mlp_branch(block: Block, workspace: CpuWorkspace | None, h: Tensor) -> Tensor:
+def mlp_branch(block: Block, h: Tensor) -> Tensor:
     """The residual branch of the MLP, without x."""
-    return _mlp(block, workspace, None, h)
+    return _mlp(block, None, h)
 
 
-def _mlp(block: Block, workspace: CpuWorkspace | None, x: Tensor | None, h: Tensor) -> Tensor:
-    inner = block.mlp
-    plain = type(inner) is Mlp and type(inner.act) is nn.GELU
-    if workspace is None or not plain:
-        return _plus(x, _call(block.drop_path2, _call(block.ls2, inner(h))))
-    h = workspace.gelu(inner.fc1, h, inner.act.approximate)
-    h = _chain((inner.drop1, inner.norm), h)
-    after = (inner.drop2, block.ls2, block.drop_path2)
-    if x is not None and all(map(cpu_workspace.is_identity, after)):
-        return workspace.residual(x, inner.fc2, h)
-    return _plus(x, _chain(after, inner.fc2(h)))
+def _mlp(block: Block, x: Tensor | None, h: Tensor) -> Tensor:
+    return _plus(x, _chain((block.ls2, block.drop_path2), block.mlp(h)))
 
 
 def _plus(x: Tensor | None, y: Tensor) -> Tensor:
@@ -173,23 +157,6 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
 
 def _chain(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     return functools.reduce(lambda x, module: _call(module, x), modules, x)
-
-
-def workspace_for(block: Block, workspace: CpuWorkspace | None) -> CpuWorkspace | None:
-    """The workspace, or None if this block must be run module by module: a layer is not plain, or hooks would see
-    buffers that are overwritten."""
-    if workspace is None:
-        return None
-    a, m = block.attn, block.mlp
-    layers = [
-        a.qkv,
-        a.proj,
-        *(layer for layer in (getattr(m, "fc1", None), getattr(m, "fc2", None)) if layer is not None),
-    ]
-    modules = (a.proj_drop, block.ls1, block.drop_path1, m, block.ls2, block.drop_path2, *m.children())
-    if not cpu_workspace.are_untouched(*modules):
-        return None
-    return workspace if all(map(cpu_workspace.is_plain_linear, layers)) else None
 
 
 def _dropout(attn: Attention) -> float:

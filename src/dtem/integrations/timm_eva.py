@@ -95,7 +95,9 @@ class MergingEva(Merging, Eva):  # type: ignore[misc]  # looser signatures, for 
         positions = nn.functional.pad(positions, (0, 0, self.num_prefix_tokens, 0))
         return torch.cat([x, positions.to(x.dtype).expand(x.shape[0], -1, -1)], dim=2)
 
-    def _run_blocks(self, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
+    def _run_blocks(
+        self, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None, only_prefix: bool = False
+    ) -> Tokens:
         self.dtem.check_blocks(self.blocks, "attn")
         bands = None if self.rope is None else frequency_bands(self.rope, x.device)
         split_block = functools.partial(_split, self.embed_dim, self.num_prefix_tokens, bands)
@@ -105,7 +107,9 @@ class MergingEva(Merging, Eva):  # type: ignore[misc]  # looser signatures, for 
             grids.append(full_grid(self._features(tokens), self.num_prefix_tokens))
 
         on_block = None if grids is None else add_grid
-        tokens = run_blocks(self.dtem, x, self.blocks[:blocks], split_block, self.grad_checkpointing, on_block)
+        tokens = run_blocks(
+            self.dtem, x, self.blocks[:blocks], split_block, self.grad_checkpointing, on_block, only_prefix
+        )
         return self._features(tokens)
 
     def _features(self, tokens: Tokens) -> Tokens:

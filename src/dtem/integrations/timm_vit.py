@@ -5,11 +5,10 @@ Weights and state-dict keys stay the same; if no block reduces tokens, the host'
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from timm.layers.attention import Attention
+from timm.layers.attention import Attention as TimmAttention
 from timm.models._features import feature_take_indices
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from dtem import ops
 from dtem.errors import DtemError
-from dtem.integrations import affine, cpu_workspace
-from dtem.integrations.base import Integration, Merger, linear_weights, run_blocks
-from dtem.integrations.cpu_workspace import CpuWorkspace
-from dtem.integrations.timm_block import attention, has_plain_qkv, last_attention, mlp, workspace_for
+from dtem.integrations import affine, cpu_workspace, fast_block
+from dtem.integrations.base import Attention, Integration, Merger, Mlp, linear_weights, run_blocks
+from dtem.integrations.timm_block import attention, has_plain_qkv, last_attention, mlp
 from dtem.methods.affine import find_affine
 from dtem.methods.base import MASKED, check_soft_pooling, full_size
 from dtem.models.lvvit import LvVit
@@ -55,7 +53,7 @@ class TimmVit(Integration):
         if type(model) not in _MERGED:
             return f"it is a subclass of timm's {type(model).__mro__[1].__name__} with a forward of its own"
         for layer, block in enumerate(model.blocks):
-            if type(block) is not Block or type(block.attn) is not Attention:
+            if type(block) is not Block or type(block.attn) is not TimmAttention:
                 kind = type(block).__name__ if type(block) is not Block else type(block.attn).__name__
                 return f"block {layer} is a {kind}, not timm's plain Block with Attention"
         if model.global_pool not in POOLING:
@@ -138,8 +136,12 @@ class Merging:
             r = self.dtem.plan(x.shape[1] - prefix)[layer]
             tokens = method.before(layer, self._run_blocks(x, blocks=layer), r)
             self.dtem.finish(tokens)
-            x = mlp(last, None, last_attention(last, prefix, tokens.x, method.bias(tokens)))
+            x = mlp(last, last_attention(last, prefix, tokens.x, method.bias(tokens)))
             return self.forward_head(self.norm(x))
+        if self.dtem.active and self.dtem.method.merges_only and self.dtem.method.host.pooling == "prefix":
+            tokens = self._run_blocks(self._embed(x, **kwargs), only_prefix=True)
+            self.dtem.finish(tokens)
+            return self.forward_head(self.norm(tokens.x))
         host: Any = super()
         return host.forward(x, **kwargs)
 
@@ -238,19 +240,28 @@ class Merging:
         check_image(self, x)
         return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
 
-    def _run_blocks(self: Any, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None) -> Tokens:
+    def _run_blocks(
+        self: Any, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None, only_prefix: bool = False
+    ) -> Tokens:
         """Run the first `blocks` blocks (None: all). The full grid after each block is added to `grids`."""
         self.dtem.check_blocks(self.blocks, "attn")
-        workspace = cpu_workspace.create(x)
         on_block = None if grids is None else lambda tokens: grids.append(full_grid(tokens, self.num_prefix_tokens))
-        return run_blocks(
-            self.dtem, x, self.blocks[:blocks], functools.partial(_split, workspace), self.grad_checkpointing, on_block
-        )
+        steps = split_blocks(self.dtem, list(self.blocks)[:blocks], x)
+        return run_blocks(self.dtem, x, steps, lambda step: step, self.grad_checkpointing, on_block, only_prefix)
 
 
-def _split(workspace: CpuWorkspace | None, block: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    workspace = workspace_for(block, workspace)
-    return functools.partial(attention, block, workspace), functools.partial(mlp, block, workspace)
+def split_blocks(merger: Merger, blocks: Any, x: Tensor) -> list[tuple[Attention, Mlp]]:
+    """Attention and MLP of every block, each with its residual added."""
+    partial = functools.partial
+    workspace = cpu_workspace.create(x)
+    if workspace is None:
+        return [(partial(attention, block), partial(mlp, block)) for block in blocks]
+    return [
+        (partial(attention, block), partial(mlp, block))
+        if fast is None
+        else (partial(fast.attention, workspace), partial(fast.mlp, workspace))
+        for block, fast in zip(blocks, fast_block.read(merger, blocks), strict=True)
+    ]
 
 
 def full_grid(tokens: Tokens, prefix: int) -> Tensor:

@@ -111,6 +111,9 @@ class Method(nn.Module):
     leave out of their computation."""
     resets_each_block: ClassVar[bool] = False
     """Whether every block starts with all tokens: the limits of r then apply to each block on its own."""
+    merges_only: ClassVar[bool] = False
+    """Whether a hard step does nothing but merge patches. In the last block before a head that reads the prefix alone,
+    r patches are then dropped instead, with the same outcome."""
     variable_length: ClassVar[bool] = False
     """Whether images of one batch keep different numbers of tokens; tokens of size 0 are padding."""
     config_class: ClassVar[type[Config]] = Config

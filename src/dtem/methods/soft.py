@@ -60,6 +60,7 @@ class SoftConfig(Config):
 class SoftMethod(Method):
     """A merging method with a soft mode."""
 
+    merges_only: ClassVar[bool] = True
     config_class: ClassVar[type[Config]] = SoftConfig
     config: SoftConfig
 

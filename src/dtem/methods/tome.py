@@ -14,6 +14,7 @@ class Tome(Method):
 
     name: ClassVar[str] = "tome"
     needs: ClassVar[frozenset[str]] = frozenset({"k"})
+    merges_only: ClassVar[bool] = True
 
     def metric(self, layer: int, taps: Taps) -> Float[Tensor, "b n d"]:
         """Features by whose cosine tokens are compared."""

@@ -5,6 +5,7 @@ Training: `grouping` and `soft_merge` relax them; `fisher` is a loss that needs 
 prediction. Other methods: `pruning`, `squeezing` and `clustering`.
 """
 
+from dtem.ops import linear
 from dtem.ops.attention import attend, class_attention, log_size
 from dtem.ops.clustering import cluster, density_peaks, pool, pool_sizes
 from dtem.ops.dense import kept_rows, merge_along, unmerge_along
@@ -36,6 +37,7 @@ __all__ = [
     "is_fused_merge",
     "kept_rows",
     "limit",
+    "linear",
     "log_size",
     "match",
     "merge",

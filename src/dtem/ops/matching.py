@@ -13,6 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dtem.errors import DtemError
+from dtem.ops import kernel
+
+#: Most similarities that `strongest` computes at a time on a CPU (4 MB; on other devices 64 times as many).
+SIMILARITIES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
     batch, tokens, _ = metric.shape
     check_r(r, tokens - prefix)
+    if tokens > prefix + 1 and kernel.serves(metric):
+        return Matching(*kernel.match(metric, r, prefix))
     here = positions(batch, tokens, metric.device)
     a, b = sides(prefix)
     b_side = here[:, b::2]
@@ -89,15 +95,23 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
 def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
     """The largest cosine of every A token with a B token, and the index of that B token.
 
-    The norm of an A token does not change which B token is best, so only B is normalised before the product.
+    A block of A tokens at a time: for long inputs, all similarities at once would be more memory than a block needs.
     """
     with full_precision(z.device):
         if z.dtype != torch.float64:
             z = z.float()
-        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_(min=1e-12)
+        z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_(min=1e-12)
         a, b = sides(prefix)
-        best, partner = torch.bmm(z[:, a::2], (z[:, b::2] / norm[:, b::2]).mT).max(dim=-1)
-        return best / norm[:, a::2, 0], partner
+        a_side, b_side = z[:, a::2], z[:, b::2].mT
+        if torch.compiler.is_compiling():
+            return torch.bmm(a_side, b_side).max(dim=-1)
+        most = SIMILARITIES if z.is_cpu else 64 * SIMILARITIES
+        rows = max(1, most // (z.shape[0] * b_side.shape[2]))
+        blocks = [torch.bmm(block, b_side).max(dim=-1) for block in torch.split(a_side, rows, dim=1)]
+        if len(blocks) == 1:
+            return blocks[0]
+        best, partner = zip(*blocks, strict=True)
+        return torch.cat(best, dim=1), torch.cat(partner, dim=1)
 
 
 def positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:

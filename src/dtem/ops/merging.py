@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dtem.errors import DtemError
+from dtem.ops import kernel
 from dtem.ops.matching import Matching, check_r, full_precision, positions, sides
 from dtem.types import SIZE_FLOOR
 
@@ -41,6 +42,8 @@ def merge(
         raise DtemError(f"this matching is for {left + matching.merged.shape[1]} tokens, x has {tokens}")
     if torch.compiler.is_exporting():
         return merge_by_product(x, size, matching)
+    if kernel.serves(x) and (size is None or kernel.serves(size)):
+        return kernel.merge(x, size, matching.kept, matching.merged, matching.into)
     kept, merged, into = flat(matching.kept, tokens), flat(matching.merged, tokens), flat(matching.into, left)
 
     if size is None:
