@@ -1,7 +1,29 @@
-"""Whether modules have hooks or a forward of their own, so that they must be called, not their weights used."""
+"""Whether something looks on: modules with hooks, and tensors whose operations must be those of torch."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+
+
+def is_plain_tensor(x: Tensor) -> bool:
+    """Whether `x` holds numbers and nothing else: no fake tensor or other subclass, and not under vmap or grad."""
+    return type(x) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_watched() -> bool:
+    """Whether operations are recorded, counted or replaced: compilation, fake tensors, CUDA graphs, dispatch modes."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._get_tracing_state() is not None
+        or _is_capturing()
+    )
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
 
 
 def are_untouched(*modules: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Proportional attention (ToMe, https://arxiv.org/abs/2210.09461): softmax(q kᵀ / √d + log m).
 
 A token of size m counts as m tokens. Attention always runs in torch's fused kernel. log m is passed as a float mask or,
-where it needs a gradient (with such a mask torch falls back to the slow kernel), as one more channel:
-q' = [q, 1/s], k' = [k, log m].
+where it needs a gradient (with such a mask torch falls back to the slow kernel) and in half precision on a GPU (flash
+attention takes no mask), as one more channel: q' = [q, 1/s], k' = [k, log m].
 """
 
 import torch
@@ -33,7 +33,7 @@ def attend(
     dropout: float = 0.0,
 ) -> Float[Tensor, "b h q e"]:
     """Fused attention with `bias` (log sizes) added to the logits by key."""
-    if bias is None or not (bias.requires_grad and torch.is_grad_enabled()):
+    if bias is None or not takes_channel(q, bias):
         mask = None if bias is None else bias.to(q.dtype)[:, None, None]
         queries = q.shape[2]
         q = _fill_query_blocks(q)
@@ -42,6 +42,14 @@ def attend(
             out = out.transpose(1, 2)[:, :queries].contiguous().transpose(1, 2)
         return out
     return attend_by_channel(q, k, v, bias, scale, dropout)
+
+
+def takes_channel(q: Tensor, bias: Tensor) -> bool:
+    """Whether the bias is better one more channel than a mask: a mask that needs a gradient has no fast kernel, and in
+    half precision the fastest kernel of a GPU (flash attention) takes none."""
+    if bias.requires_grad and torch.is_grad_enabled():
+        return True
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def attend_by_channel(

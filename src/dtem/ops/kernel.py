@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtem.hooks import is_plain_tensor, is_watched
+
 SOURCE = Path(__file__).with_name("kernel.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("c++", "g++", "clang++")
@@ -32,14 +34,11 @@ SECONDS = 60
 def serves(x: Tensor) -> bool:
     """Whether the kernel can be used for this input."""
     return (
-        type(x) is Tensor
+        not is_watched()
+        and is_plain_tensor(x)
         and x.dtype == torch.float32
         and x.is_cpu
-        and not (torch.is_grad_enabled() and x.requires_grad)
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0  # something watches the operations
-        and torch._C._functorch.peek_interpreter_stack() is None  # vmap, …
-        and torch._C._get_tracing_state() is None
+        and not (x.requires_grad and torch.is_grad_enabled())
         and library() is not None
     )
 

@@ -13,13 +13,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dtem.hooks import is_plain_tensor
+
 #: Features with fewer entries than this (1 MB) are taken to stay in the cache.
 SMALL = 1 << 18
 
 
 def serves(x: Tensor) -> bool:
     """Whether products of these features are faster by oneDNN. (Not with gradients, and not in a compiled graph.)"""
-    return x.dtype == torch.float32 and x.is_cpu and is_available() and (x.numel() < SMALL or is_amd())
+    small = x.numel() < SMALL or is_amd()
+    return small and x.dtype == torch.float32 and x.is_cpu and is_plain_tensor(x) and is_available()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dtem.errors import DtemError
+from dtem.hooks import is_watched
 from dtem.ops import kernel
 
 #: Most similarities that `strongest` computes at a time on a CPU (4 MB; on other devices 64 times as many).
@@ -115,8 +116,11 @@ def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b 
 
 
 def positions(batch: int, tokens: int, device: torch.device) -> Int[Tensor, "b n"]:
-    """0, 1, 2, … for every image. Cached by shape: at batch 1, small kernels are most of the cost of merging."""
-    make = _positions if torch.compiler.is_compiling() else _positions_once
+    """0, 1, 2, … for every image. Cached by shape: at batch 1, small kernels are most of the cost of merging.
+
+    What is made while something watches (fake tensors, the memory of a CUDA graph) is not kept for others.
+    """
+    make = _positions if is_watched() else _positions_once
     return make(batch, tokens, device)
 
 
