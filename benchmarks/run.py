@@ -16,6 +16,9 @@ def main() -> None:
         print(f"== {name}", flush=True)
         sys.argv = [f"benchmarks/{name}.py"]
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    print("== long inputs", flush=True)
+    sys.argv = ["benchmarks/speed.py", "--long"]
+    runpy.run_module("benchmarks.speed", run_name="__main__")
 
 
 if __name__ == "__main__":
