@@ -33,7 +33,7 @@ import dtem
 from adapters.local_hub import local_hub
 from dtem.app import examples
 from dtem.cli import VERBS, main, parser
-from dtem.integrations import INTEGRATIONS, Integration
+from dtem.integrations import INTEGRATIONS, ORIGINS, Integration
 from dtem.methods import DENSE_METHODS, METHODS, Method
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +44,19 @@ FENCE = re.compile(
 )
 SHELLS = ("bash", "sh", "console", "shell")
 KINDS = {"", "python", "yaml", "text", "json", "toml", *SHELLS}
+
+
+def test_the_table_of_models_has_a_row_for_every_family() -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    supported = text.partition("## What is supported")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in supported.splitlines() if row.startswith("| `")]
+    assert all(len(row) == 4 and all(row) for row in rows), "family, models, photographs, weights"
+    families = [row[0].strip("`") for row in rows]
+    built_in = {name for name in INTEGRATIONS if name in ORIGINS}
+    assert sorted(families) == sorted(built_in), "one row of docs/models.md for each family, and no other"
+    for family, models, *_ in rows:
+        if limited := INTEGRATIONS[family.strip("`")].methods:
+            assert all(f"`{method}`" in models for method in limited), family
 
 
 @pytest.fixture

@@ -60,8 +60,8 @@ def patch(
         )
     if integration.methods is not None and cls.name not in integration.methods:
         raise DtemError(
-            f"method {cls.name!r} is not supported for {host.name} ({integration.family}), where token features also "
-            f"hold positions; choose one of: {', '.join(sorted(integration.methods))}"
+            f"method {cls.name!r} is not supported for {host.name} ({integration.family}), "
+            f"{integration.methods_reason}; choose one of: {', '.join(sorted(integration.methods))}"
         )
     if shortcut and not integration.shortcuts:
         raise DtemError(f"shortcut=True is not supported for {host.name} ({integration.family}); leave it out")

@@ -33,6 +33,8 @@ class Tokens(NamedTuple):
     """Number of tokens at the end of the sequence that take no further part in merging (soft mode)."""
     carry: dict[str, Any] = {}  # noqa: RUF012 - never mutated, only replaced
     """Values that a method passes to its own next step (tokens set aside, running scores, …)."""
+    padded: bool = False
+    """Whether tokens of size 0 are padding of the host, which neither merges nor receives."""
 
     def replace(self, **changes: Any) -> "Tokens":
         """A copy with some fields changed. (As `_replace`, which older versions of torch.compile cannot trace.)"""
@@ -43,6 +45,7 @@ class Tokens(NamedTuple):
             get("source", self.source),
             get("excluded", self.excluded),
             get("carry", self.carry),
+            get("padded", self.padded),
         )
 
 

@@ -50,6 +50,13 @@ def hf(name: str, **settings: object) -> Callable[[], nn.Module]:
     return build
 
 
+def hf_naflex() -> nn.Module:
+    """SigLIP 2 (NaFlex); an image of 32×32 has all of its 64 patches."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": DEPTH, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {**sizes, "patch_size": 4, "num_patches": 64, "vision_use_head": True}
+    return transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**config))
+
+
 def segmenter(**settings: object) -> Callable[[], nn.Module]:
     """A Segmenter with masks: its output has a value for every pixel."""
     return lambda: Segmenter(vit(**{**settings, "num_classes": 0})(), MaskDecoder(32, 5, depth=1, heads=2))
@@ -77,11 +84,18 @@ HOSTS: dict[str, Host] = {
     "drop_path": Host(vit(drop_path_rate=0.4)),
     "lvvit": Host(vit("lvvit_s")),
     "eva": Host(vit("eva02_tiny_patch14_224"), doors=False),
+    "rope_mixed": Host(vit("vit_small_patch16_rope_mixed_224"), doors=False),
+    "timm_dinov3": Host(vit("vit_small_patch16_dinov3", num_classes=5), doors=False),
+    "perception": Host(vit("vit_pe_core_tiny_patch16_384"), doors=False),
     "hf_vit": Host(hf("ViTForImageClassification"), doors=False),
     "hf_deit": Host(hf("DeiTForImageClassificationWithTeacher"), doors=False),
     "hf_dinov2": Host(hf("Dinov2WithRegistersForImageClassification", mlp_ratio=2), doors=False),
     "hf_siglip": Host(hf("SiglipVisionModel"), doors=False),
     "hf_clip": Host(hf("CLIPVisionModelWithProjection", projection_dim=5), doors=False),
+    "hf_dinov3": Host(hf("DINOv3ViTModel", num_register_tokens=2), doors=False),
+    "hf_siglip2": Host(hf_naflex, doors=False),
+    "hf_aimv2": Host(hf("Aimv2VisionModel"), doors=False),
+    "hf_internvl": Host(hf("InternVLVisionModel", image_size=[32, 32], patch_size=[4, 4]), doors=False),
     "hf_git": Host(hf("GitVisionModel"), doors=False),
     "segmenter": Host(segmenter(), doors=False),
 }
@@ -103,6 +117,9 @@ FEW = ("distilled", "mae", "siglip", "dinov2_registers", "drop_path")
 
 LIBRARIES = ("hf_dinov2", "hf_siglip", "segmenter")
 """Hosts of other integrations for such clauses."""
+
+KINDRED = ("rope_mixed", "perception", "hf_aimv2", "hf_internvl")
+"""Hosts much like others: by default with `dtem` alone."""
 
 ON_EVERY_HOST = ("dtem", "tome")
 """Methods that are tested on every host; all others, with the same interface, on FEW hosts."""
@@ -186,7 +203,9 @@ def every(names: Iterable[str] = HOSTS, soft: bool = False, whole: bool | None =
     """Parametrise a clause by all supported hosts and methods; with `soft`, by those with a soft mode; with `whole`, by
     those that drop no patch (True) or do (False)."""
     cases = [
-        pytest.param(name, method, id=f"{name}-{method}")
+        pytest.param(
+            name, method, id=f"{name}-{method}", marks=[pytest.mark.slow] * (name in KINDRED and method != "dtem")
+        )
         for name, method in pairs(names)
         if not soft or (HOSTS[name].soft and built(method).has_soft_mode())
         if whole in (None, built(method).conserves_size)

@@ -19,7 +19,7 @@ def _checkpointing_keeps_gradients(model, x):
     model.train()
     calls = []
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
+        if "Norm" in type(module).__name__:
             module.register_forward_hook(lambda *_: calls.append(1))
     expected, expected_grads = gradients(model, x)
     plain = len(calls)

@@ -40,12 +40,17 @@ OTHERS = (
     Preset("DINOv2-S, registers", "vit_small_patch14_reg4_dinov2", None, 112),
     Preset("SigLIP-B", "vit_base_patch16_siglip_224", None, 16),
     Preset("EVA-02-T", "eva02_tiny_patch14_224", None, 21),
+    Preset("DINOv3-S", "vit_small_patch16_dinov3", None, 21),
+    Preset("Perception Encoder B", "vit_pe_core_base_patch16_224", None, 16),
     Preset("hybrid R26 + ViT-S", "vit_small_r26_s32_224", None, 4),
     Preset("ViT-B, transformers", "ViTForImageClassification", None, 16),
     Preset("DeiT-B distilled, transformers", "DeiTForImageClassificationWithTeacher", None, 16),
     Preset("DINOv2-B, registers, transformers", "Dinov2WithRegistersModel", None, 21),
+    Preset("DINOv3-S, transformers", "DINOv3ViTModel", None, 16),
     Preset("CLIP-B/32, transformers", "CLIPVisionModel", None, 4),
     Preset("SigLIP-B, transformers", "SiglipVisionModel", None, 16),
+    Preset("SigLIP 2-B NaFlex, transformers", "Siglip2VisionModel", None, 21),
+    Preset("AIMv2-L, transformers", "Aimv2VisionModel", None, 8),
 )
 """One of each other kind; those of transformers by the class whose default configuration is that model."""
 

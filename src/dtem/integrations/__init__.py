@@ -18,6 +18,10 @@ INTEGRATIONS = Registry(
         "hf_clip": "dtem.integrations.hf_clip:HfClip",
         "hf_git": "dtem.integrations.hf_git:HfGit",
         "hf_siglip": "dtem.integrations.hf_clip:HfSiglip",
+        "hf_aimv2": "dtem.integrations.hf_aimv2:HfAimv2",
+        "hf_dinov3": "dtem.integrations.hf_dinov3:HfDinoV3",
+        "hf_internvl": "dtem.integrations.hf_internvl:HfInternVL",
+        "hf_siglip2": "dtem.integrations.hf_siglip2:HfSiglip2",
         "hf_vit": "dtem.integrations.hf_vit:HfVit",
         "segmenter": "dtem.integrations.segmenter:SegmenterIntegration",
         "timm_eva": "dtem.integrations.timm_eva:TimmEva",
@@ -26,9 +30,13 @@ INTEGRATIONS = Registry(
     "dtem.integrations",
 )
 ORIGINS = {
+    "hf_aimv2": "transformers",
     "hf_clip": "transformers",
+    "hf_dinov3": "transformers",
     "hf_git": "transformers",
+    "hf_internvl": "transformers",
     "hf_siglip": "transformers",
+    "hf_siglip2": "transformers",
     "hf_vit": "transformers",
     "segmenter": "dtem.models.segmenter",
     "timm_eva": "timm",
@@ -36,10 +44,23 @@ ORIGINS = {
 }
 """The package that the models of a built-in family are defined in. A family is imported only for such models."""
 SUPPORTED = {
-    "transformers": "transformers ViT, DeiT, DINOv2 (with registers), CLIP, SigLIP and GIT",
+    "transformers": "transformers ViT, DeiT, DINOv2 (with registers), DINOv3, CLIP, SigLIP, SigLIP 2, AIMv2, "
+    "InternViT and GIT",
     "dtem.models.segmenter": "Segmenter models of dtem.models.segmenter",
-    "timm": "timm VisionTransformer (deit_*, vit_* including AugReg, MAE, DINOv2, CLIP and SigLIP) and EVA models",
+    "timm": "timm VisionTransformer (deit_*, vit_* including AugReg, MAE, DINOv2, CLIP and SigLIP) and Eva models "
+    "(EVA-02, DINOv3, vit_*_rope_*, Perception Encoder)",
 }
+
+REFUSED = {
+    ("hiera", "sam2"): (
+        "it pools neighbouring patches between its stages, in fixed units of the grid, and a merged patch is in several"
+    ),
+    ("vision_transformer_sam", "sam", "sam_hq"): (
+        "its attention works in windows of neighbouring patches, and adds a bias for the relative position of two "
+        "patches; merged patches have no window and several positions"
+    ),
+}
+"""Why models of these modules of timm and transformers cannot be supported."""
 
 I = TypeVar("I", bound=type[Integration])  # noqa: E741 - as short as M of methods
 
@@ -150,6 +171,10 @@ def _is_supported(module: nn.Module) -> bool:
 
 def _position_dependence(model: nn.Module) -> str | None:
     """Why a model of no known family cannot be supported: its attention depends on patch positions."""
+    places = {part for cls in type(model).__mro__ for part in cls.__module__.split(".")}
+    for names, reason in REFUSED.items():
+        if places & set(names):
+            return reason
     windowed = [module for module in model.modules() if getattr(module, "window_size", None) is not None]
     if any("Window" in type(module).__name__ or hasattr(module, "shift_size") for module in windowed):
         return "its attention works in windows of neighbouring patches, and merged patches have no window"
@@ -182,7 +207,7 @@ def as_logits_fn(model: nn.Module) -> nn.Module:
     Models of transformers are wrapped; others are returned as they are.
     """
     if is_transformers(model):
-        wrapped: nn.Module = importlib.import_module("dtem.integrations.hf_base").LogitsModel(model)
+        wrapped: nn.Module = importlib.import_module("dtem.integrations.hf_logits").LogitsModel(model)
         return wrapped
     return model
 

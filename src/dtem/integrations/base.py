@@ -276,6 +276,8 @@ class Integration(ABC):
     """Supported models, for error messages."""
     methods: ClassVar[frozenset[str] | None] = None
     """Names of the supported methods; None: all whose needs it provides."""
+    methods_reason: ClassVar[str] = "where token features also hold positions"
+    """Why other methods are not."""
     shortcuts: ClassVar[bool] = False
     """Whether `patch(shortcut=True)` is supported."""
 
@@ -337,6 +339,7 @@ def run_blocks(
     checkpointing: bool = False,
     on_block: Callable[[Tokens], None] | None = None,
     only_prefix: bool = False,
+    real: Tensor | None = None,
 ) -> Tokens:
     """Run `blocks` (the first ones of the host, or all) with token reduction.
 
@@ -348,6 +351,7 @@ def run_blocks(
         checkpointing: gradient checkpointing.
         on_block: called with the tokens after every block, which then have a source map.
         only_prefix: only the prefix is read of the result, so the last block may drop patches instead of merging.
+        real: which tokens are no padding, (b, n); None: all.
     """
     method, prefix = merger.method, merger.method.host.prefix
     patches = x.shape[1] - prefix
@@ -356,6 +360,9 @@ def run_blocks(
     if (trace is not None or on_block is not None) and not method.soft:
         source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
     tokens = Tokens(x, source=source)
+    if real is not None:
+        source = None if source is None else source.masked_fill(~real[:, prefix:], -1)
+        tokens = tokens.replace(size=real.float(), source=source, padded=True)
     for layer, (block, r) in enumerate(zip(blocks, merger.plan(patches), strict=False)):
         attention, mlp = split_block(block)
         if checkpointing and torch.is_grad_enabled():

@@ -10,11 +10,10 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GitVisionModel
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils import generic, output_capturing
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector
@@ -45,6 +44,19 @@ def head_mean_keys(attn: Any) -> tuple[Tensor, Tensor | None]:
     return weight.unflatten(0, split).mean(dim=0), None if bias is None else bias.unflatten(0, split).mean(dim=0)
 
 
+class Prepared(NamedTuple):
+    """The tokens that enter the layers, how a layer is split, and which tokens are no padding (None: all)."""
+
+    x: Tensor
+    split_block: Callable[[Any], tuple[Attention, Mlp]]
+    real: Tensor | None = None
+
+
+def merges(merger: Merger | None) -> bool:
+    """Whether the layers are run one by one now: something merges, or is traced."""
+    return merger is not None and (merger.active or merger.trace is not None)
+
+
 class MergingLayers(nn.ModuleList):
     """The list of layers of a patched model. Subclasses split a layer into attention and MLP."""
 
@@ -58,23 +70,30 @@ class MergingLayers(nn.ModuleList):
         """Attention and MLP of a layer, each with its residual added."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        merges = self.merger is not None and (self.merger.active or self.merger.trace is not None)
         # Not the list itself: accelerate replaces the `forward` of modules that it dispatches.
-        return iter((self.run_layers,)) if merges else super().__iter__()  # type: ignore[arg-type]
+        return iter((self.run_layers,)) if merges(self.merger) else super().__iter__()  # type: ignore[arg-type]
 
     def run_layers(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Run all layers."""
         assert self.merger is not None
-        if attention_mask is not None:
-            raise DtemError("attention_mask cannot be used while tokens are merged; set handle.r = 0")
+        width = x.shape[-1]
+        x, split_block, real = self.prepare(x, attention_mask, kwargs)
         layers: list[Any] = list(self._modules.values())
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) or _is_recorded(name.removeprefix("output_"), layers[0]):
                 raise DtemError(f"{name} needs every token in its place, but tokens are merged; set handle.r = 0")
         self.merger.check_blocks(layers, self.attention)
-        tokens = run_blocks(self.merger, x, layers, self.split_block, checkpointing=layers[0].gradient_checkpointing)
+        checkpointing = layers[0].gradient_checkpointing
+        tokens = run_blocks(self.merger, x, layers, split_block, checkpointing, real=real)
         self.merger.finish(tokens)
-        return _with_sizes(tokens.x, tokens.size, self.merger.method.bias(tokens))
+        features = tokens.x if tokens.x.shape[-1] == width else tokens.x[..., :width]
+        return with_sizes(features, tokens.size, self.merger.method.bias(tokens))
+
+    def prepare(self, x: Tensor, attention_mask: Tensor | None, inputs: dict[str, Any]) -> "Prepared":
+        """What `run_blocks` runs on, from what the host passes to each of its layers."""
+        if attention_mask is not None:
+            raise DtemError("attention_mask cannot be used while tokens are merged; set handle.r = 0")
+        return Prepared(x, self.split_block)
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)  # that of ModuleList iterates over the list
@@ -92,13 +111,14 @@ def _is_recorded(output: str, layer: nn.Module) -> bool:
     )
 
 
-def _with_sizes(x: Any, size: Tensor | None, bias: Tensor | None) -> Tensor:
+def with_sizes(x: Any, size: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Hidden states that carry their token sizes to modules which average or attend over them."""
     x.dtem_size, x.dtem_bias = size, bias
     return x
 
 
-def _carried(x: Any, name: str) -> Tensor | None:
-    """What `_with_sizes` added. It is lost if a hook replaces the hidden states; pooling without it would be wrong."""
+def carried(x: Any, name: str) -> Tensor | None:
+    """What `with_sizes` added. It is lost if a hook replaces the hidden states; pooling without it would be wrong."""
     if not hasattr(x, name):
         raise DtemError(
             "the hidden states lost their token sizes on the way to the pooling, which needs them: a hook has replaced "
@@ -113,7 +133,7 @@ class MergingLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Any) -> Tensor:
         y = super().forward(x)
-        return _with_sizes(y, x.dtem_size, x.dtem_bias) if hasattr(x, "dtem_size") else y
+        return with_sizes(y, x.dtem_size, x.dtem_bias) if hasattr(x, "dtem_size") else y
 
 
 class MergingAttentionPool(nn.MultiheadAttention):
@@ -123,7 +143,7 @@ class MergingAttentionPool(nn.MultiheadAttention):
     """A plain attribute, as in `MergingLayers`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        bias = _carried(key, "dtem_bias") if self.merger.active else None
+        bias = carried(key, "dtem_bias") if self.merger.active else None
         if bias is not None:
             kwargs["key_padding_mask"] = bias.to(query.dtype)
         return super().forward(query, key, value, *args, **kwargs)
@@ -136,11 +156,13 @@ class HostLayout:
     layers: str
     """Path to the list of layers, from the image encoder."""
     norm: str | None
-    """Path to the last norm of the image encoder, if all tokens go through it."""
+    """Path to the last norm of the image encoder, if all tokens go through it; a LayerNorm carries their sizes on."""
     encoder: str = ""
     """Path to the image encoder; empty if it is the model itself."""
     pooling: str = "prefix"
     """As in `HostSpec`."""
+    replaced: tuple[tuple[str, type[nn.Module]], ...] = ()
+    """Paths to further modules of the image encoder, if it has them, and the classes that they get while patched."""
 
 
 AFTER_LAYERS = ("post_layernorm", "head.layernorm", "head.mlp")
@@ -206,7 +228,7 @@ class MeanPooled(Merging):
 
 def size_weighted_mean(x: Tensor, prefix: int) -> Tensor:
     """Mean of the patch tokens, weighted by the sizes that x carries."""
-    size = _carried(x, "dtem_size")
+    size = carried(x, "dtem_size")
     if size is None:
         return x[:, prefix:].mean(dim=1)
     size = size[:, prefix:]
@@ -249,8 +271,9 @@ class HfIntegration(Integration):
         encoder = model.get_submodule(layout.encoder)
         config = encoder.config
         prefix, class_token = self.prefix(encoder)
-        height, width = getattr(model, "dtem_image_size", None) or _pair(config.image_size)
         patch_height, patch_width = _pair(config.patch_size)
+        height, width = getattr(model, "dtem_image_size", None) or _image_size(config)
+        headless = layout.pooling == "attention" and not getattr(encoder, "use_head", True)
         norms, biases = find_affine(model, self.affine_roots(model, layout))
         return HostSpec(
             name=_name(model),
@@ -261,7 +284,7 @@ class HfIntegration(Integration):
             head_dim=getattr(encoder.get_submodule(layout.layers)[0], self.layers.attention).head_dim,
             prefix=prefix,
             patches=(height // patch_height) * (width // patch_width),
-            pooling=layout.pooling,
+            pooling="none" if headless else layout.pooling,
             image=(config.num_channels, height, width),
             class_token=class_token,
             norms=norms,
@@ -314,25 +337,6 @@ def layers_of(model: Any) -> Any:
     return encoder_of(model).get_submodule(model.layout.layers)
 
 
-class LogitsModel(nn.Module):
-    """A model of transformers as a function of images: logits, or pooled features if it has no classifier."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        encoder: Any = getattr(getattr(self.model, "git", self.model), "image_encoder", self.model)  # of GIT
-        out = getattr(encoder, "get_image_features", encoder)(pixel_values=images)
-        for name in ("logits", "image_embeds", "pooler_output"):
-            if getattr(out, name, None) is not None:
-                return getattr(out, name)
-        if isinstance(out, Tensor):
-            return out
-        hidden: Tensor = out.last_hidden_state
-        return hidden.mean(dim=1) if isinstance(encoder, GitVisionModel) else hidden[:, 0]
-
-
 def rebind(model: Any) -> None:
     """In a replica of DataParallel, point the layers to the replica's merger: plain attributes are not replicated."""
     if getattr(model, "_is_replica", False):
@@ -344,14 +348,24 @@ def rebind(model: Any) -> None:
 def _after_layers(model: Any) -> Iterable[tuple[nn.Module, type[nn.Module]]]:
     """Modules after the layers that need token sizes, and their patched classes."""
     encoder = encoder_of(model)
-    if model.layout.norm is not None:
-        yield encoder.get_submodule(model.layout.norm), MergingLayerNorm
-    if model.layout.pooling == "attention":
-        yield encoder.head.attention, MergingAttentionPool
+    modules = dict(encoder.named_modules())
+    if model.layout.norm is not None and isinstance(modules[model.layout.norm], nn.LayerNorm):
+        yield modules[model.layout.norm], MergingLayerNorm
+    for path, merging in model.layout.replaced:
+        if path in modules:
+            yield modules[path], merging
 
 
 def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    """Height and width of an image; where it is free (NaFlex), of a square one with all position embeddings."""
+    if hasattr(config, "image_size"):
+        return _pair(config.image_size)
+    side = round(config.num_patches**0.5) * config.patch_size
+    return side, side
 
 
 def _name(model: Any) -> str:

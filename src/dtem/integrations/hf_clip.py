@@ -27,6 +27,7 @@ from dtem.integrations.hf_base import (
     HfIntegration,
     HostLayout,
     MeanPooled,
+    MergingAttentionPool,
     MergingLayers,
     head_outputs,
     merging_class,
@@ -71,7 +72,9 @@ def _is_plain(inner: nn.Module) -> bool:
 
 MLPS = (CLIPMLP, SiglipMLP, GitVisionMLP)
 CLIP = HostLayout("encoder.layers", None)
-SIGLIP = HostLayout("encoder.layers", "post_layernorm", pooling="attention")
+SIGLIP = HostLayout(
+    "encoder.layers", "post_layernorm", pooling="attention", replaced=(("head.attention", MergingAttentionPool),)
+)
 INNER = replace(CLIP, encoder="vision_model")
 SIGLIP_INNER = replace(SIGLIP, encoder="vision_model")
 
@@ -121,12 +124,6 @@ class HfSiglip(HfIntegration):
         SiglipModel: MergingSiglipModel,
         SiglipForImageClassification: MergingSiglipForImageClassification,
     }
-
-    def refusal(self, model: Any) -> str | None:
-        reason = super().refusal(model)
-        if reason is None and not getattr(model, "vision_model", model).use_head:
-            return "vision_use_head = False: it has no pooling that could weight tokens by size"
-        return reason
 
     def prefix(self, encoder: Any) -> tuple[int, bool]:
         return 0, False

@@ -1,39 +1,43 @@
-"""timm's EVA and EVA-02, with rotary position embeddings (RoPE) of merged tokens.
+"""timm's Eva: EVA and EVA-02, DINOv3, ViTs with rotary positions (axial and mixed), Perception Encoder.
 
-RoPE rotates queries and keys by angles that are linear in the patch position. While tokens are merged, each has its
-position as two more channels after its features: so positions are averaged by size, soft or hard, as features are, and
-every block rotates a token by the angles of its mean position. Before the first merge this is the host's own embedding.
+Their rotary embeddings (RoPE) turn queries and keys by angles that are linear in row and column of a patch, so that
+positions travel with tokens (`rotary`). Before the first merge this is the host's own embedding.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from timm.layers.pos_embed_sincos import (
-    RotaryEmbeddingCat,
-    apply_rot_embed_cat,
-    build_fourier_pos_embed,
-    freq_bands,
-    pixel_freq_bands,
-)
+from timm.layers import pos_embed_sincos
+from timm.layers.attention import AttentionRope
+from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, freq_bands, pixel_freq_bands
 from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
 from torch import Tensor, nn
 
 from dtem import ops
 from dtem.errors import DtemError
 from dtem.integrations.base import Attention, Mlp, linear_weights, run_blocks
+from dtem.integrations.rotary import Rotary, with_positions
 from dtem.integrations.timm_vit import Merging, TimmVit, check_image, full_grid
 from dtem.types import Taps, Tokens
 
-POSITION = 2
-"""Channels after the features: row and column."""
+MIXED = getattr(pos_embed_sincos, "RotaryEmbeddingMixed", None)
+DINOV3 = getattr(pos_embed_sincos, "RotaryEmbeddingDinoV3", None)
+"""Rotary embeddings that not every version of timm has."""
+Block = tuple[Any, Rotary | None]
+"""A block of the host, and its angles."""
 
 
 class TimmEva(TimmVit):
     """Integration of timm's Eva."""
 
     family: ClassVar[str] = "timm_eva"
-    supported: ClassVar[str] = "timm EVA and EVA-02 models (eva_*, eva02_*), with dtem and tome"
+    supported: ClassVar[str] = (
+        "timm Eva models: EVA and EVA-02 (eva_*, eva02_*), DINOv3 (vit_*_dinov3), vit_*_rope_*, Perception Encoder "
+        "(vit_pe_*), with dtem and tome"
+    )
     shortcuts: ClassVar[bool] = False
     methods: ClassVar[frozenset[str] | None] = frozenset({"dtem", "tome"})
 
@@ -43,16 +47,20 @@ class TimmEva(TimmVit):
         if type(model) is not Eva:
             return "it is a subclass of timm's Eva with a forward of its own"
         for layer, block in enumerate(model.blocks):
-            if type(block) not in (EvaBlock, EvaBlockPostNorm) or type(block.attn) is not EvaAttention:
+            if type(block) not in (EvaBlock, EvaBlockPostNorm) or type(block.attn) not in (
+                EvaAttention,
+                AttentionRope,
+            ):
                 return f"block {layer} has a {type(block.attn).__name__}, not EVA's own attention"
-        if model.rope is not None and type(model.rope) is not RotaryEmbeddingCat:
+        if model.rope is not None and type(model.rope) not in (RotaryEmbeddingCat, MIXED, DINOV3):
             return (
-                f"rotary embedding {type(model.rope).__name__} is not supported: its angles are not linear in the "
-                "patch position, so merged tokens have none"
+                f"its rotary embedding {type(model.rope).__name__} is not known to be linear in the patch position, so "
+                "merged tokens have no angles"
             )
         if model.patch_drop is not None:
             return "patch_drop_rate is not supported; build it without"
-        return None if model.global_pool in ("token", "avg", "") else f"global_pool = {model.global_pool!r}"
+        known = model.attn_pool is not None or model.global_pool in ("token", "avg", "")
+        return None if known else f"global_pool = {model.global_pool!r}"
 
     def attach(self, model: Any, merger: Any) -> None:
         model.dtem = merger
@@ -61,17 +69,16 @@ class TimmEva(TimmVit):
     def class_token(self, model: Any) -> bool:
         return model.cls_token is not None
 
+    @torch.no_grad()
     def head_mean_keys(self, attn: Any) -> tuple[Tensor, Tensor | None]:
-        heads = (attn.num_heads, -1)
         if attn.qkv is None:
             weight, bias = linear_weights(attn.k_proj)
         else:
-            weight = linear_weights(attn.qkv)[0].chunk(3)[1]
-            bias = None if attn.q_bias is None else attn.k_bias
-        with torch.no_grad():
-            return weight.unflatten(0, heads).mean(dim=0), None if bias is None else bias.unflatten(0, heads).mean(
-                dim=0
-            )
+            weight, bias = linear_weights(attn.qkv)
+            weight, bias = weight.chunk(3)[1], None if bias is None else bias.chunk(3)[1]
+            bias = bias if getattr(attn, "q_bias", None) is None else attn.k_bias
+        heads = (getattr(attn, "num_kv_heads", attn.num_heads), -1)
+        return weight.unflatten(0, heads).mean(dim=0), None if bias is None else bias.unflatten(0, heads).mean(dim=0)
 
 
 class MergingEva(Merging, Eva):  # type: ignore[misc]  # looser signatures, for all versions of timm
@@ -87,67 +94,90 @@ class MergingEva(Merging, Eva):  # type: ignore[misc]  # looser signatures, for 
         if attn_mask is not None or is_causal:
             raise DtemError("attn_mask and is_causal cannot be used while tokens are merged; set handle.r = 0")
         check_image(self, x)
-        grid = [side // step for side, step in zip(x.shape[-2:], self.patch_embed.patch_size, strict=True)]
-        x = self.norm_pre(self._pos_embed(self.patch_embed(x))[0])
+        grid = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         if self.rope is None:
-            return x
-        positions = patch_positions(self.rope, grid, x)
-        positions = nn.functional.pad(positions, (0, 0, self.num_prefix_tokens, 0))
-        return torch.cat([x, positions.to(x.dtype).expand(x.shape[0], -1, -1)], dim=2)
+            return self.norm_pre(self._pos_embed(self.patch_embed(x))[0])
+        x = self.patch_embed(x)
+        angles = rotaries(self, grid)
+        x = with_positions(self.norm_pre(self._pos_embed(x)[0]), grid, self.num_prefix_tokens)
+        x.dtem_rotaries = angles  # type: ignore[attr-defined]
+        return x
 
     def _run_blocks(
-        self, x: Tensor, blocks: int | None = None, grids: list[Tensor] | None = None, only_prefix: bool = False
+        self, x: Any, blocks: int | None = None, grids: list[Tensor] | None = None, only_prefix: bool = False
     ) -> Tokens:
         self.dtem.check_blocks(self.blocks, "attn")
-        bands = None if self.rope is None else frequency_bands(self.rope, x.device)
-        split_block = functools.partial(_split, self.embed_dim, self.num_prefix_tokens, bands)
+        angles = [None] * len(self.blocks) if self.rope is None else x.dtem_rotaries
+        split_block = functools.partial(_split, self.embed_dim, self.num_prefix_tokens)
 
         def add_grid(tokens: Tokens) -> None:
             assert grids is not None
             grids.append(full_grid(self._features(tokens), self.num_prefix_tokens))
 
         on_block = None if grids is None else add_grid
-        tokens = run_blocks(
-            self.dtem, x, self.blocks[:blocks], split_block, self.grad_checkpointing, on_block, only_prefix
-        )
-        return self._features(tokens)
+        pairs = list(zip(self.blocks, angles, strict=True))[:blocks]
+        checkpointing = self.grad_checkpointing
+        return self._features(run_blocks(self.dtem, x, pairs, split_block, checkpointing, on_block, only_prefix))
 
     def _features(self, tokens: Tokens) -> Tokens:
         return tokens.replace(x=tokens.x[..., : self.embed_dim])
 
 
-def frequency_bands(rope: Any, device: torch.device) -> Tensor:
-    """Angle per unit of position, by channel."""
-    if rope.bands is not None:
-        return rope.bands
+def rotaries(model: Any, grid: Sequence[int]) -> list[Rotary]:
+    """The angles of every block for a grid of patches, in float32 whatever the precision of the host."""
+    rope, device = model.rope, model.patch_embed.proj.weight.device
+    column_first = getattr(rope, "grid_indexing", "ij") == "xy"
+    if MIXED is not None and isinstance(rope, MIXED):
+        row, column = rope.freqs.float().flip(0) if column_first else rope.freqs.float()  # (depth, h, e)
+        return [Rotary(torch.zeros_like(a), a, b, half=False) for a, b in zip(row, column, strict=True)]
+    half = getattr(model.blocks[0].attn, "rotate_half", False)
+    starts, steps = _coordinates(rope, grid)
+    if isinstance(rope, RotaryEmbeddingCat):
+        if rope.in_pixels:
+            bands = pixel_freq_bands(rope.dim // 4, float(rope.max_res), linear_bands=rope.linear_bands)
+        else:
+            bands = freq_bands(rope.dim // 4, temperature=rope.temperature, step=1)
+    else:
+        bands, column_first = 2 * math.pi / rope._compute_periods(), False
+        starts, steps = _augmented(rope, starts, steps)
+    return [Rotary.axial(bands.to(device), starts, steps, half, column_first)] * len(model.blocks)
+
+
+def _coordinates(rope: Any, grid: Sequence[int]) -> tuple[list[float], list[float]]:
+    """The host's coordinates of the first row and the first column, and those of the next, relative to these."""
+    offset = getattr(rope, "grid_offset", 0.0)
+    if not isinstance(rope, RotaryEmbeddingCat):  # DINOv3: centres of patches, from −1 to 1
+        sides = {"max": [max(grid)] * 2, "min": [min(grid)] * 2}.get(rope.normalize_coords, grid)
+        return [2 * (0.5 + offset) / side - 1 for side in sides], [2 / side for side in sides]
     if rope.in_pixels:
-        return pixel_freq_bands(rope.dim // 4, float(rope.max_res), linear_bands=rope.linear_bands).to(device)
-    return freq_bands(rope.dim // 4, temperature=rope.temperature, step=1).to(device)
+        starts, steps = [-1.0, -1.0], [2 / max(side - 1, 1) for side in grid]
+    else:
+        starts, steps = [offset, offset], [1.0, 1.0]
+    if rope.ref_feat_shape is None:
+        return starts, steps
+    ratios = [wanted / side for wanted, side in zip(rope.ref_feat_shape, grid, strict=True)]
+    return [a * ratio for a, ratio in zip(starts, ratios, strict=True)], [
+        a * ratio for a, ratio in zip(steps, ratios, strict=True)
+    ]
 
 
-def patch_positions(rope: Any, shape: list[int], like: Tensor) -> Tensor:
-    """Row and column of every patch, in the units of the host's angles, (p, 2)."""
-    names = ("in_pixels", "ref_feat_shape", "grid_offset", "grid_indexing")  # not all in older versions of timm
-    settings = {name: getattr(rope, name) for name in names if hasattr(rope, name)}
-    bands = torch.ones(1, device=like.device)
-    return build_fourier_pos_embed(shape, bands=bands, include_grid=True, **settings)[0].reshape(-1, POSITION)
+def _augmented(rope: Any, starts: Sequence[float], steps: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The coordinates as the host is going to shift and scale them at random in this forward (in training)."""
+    first = torch.tensor(starts)
+    both = torch.stack([first, first + torch.tensor(steps)])
+    if rope.training and rope.aug_active:
+        with torch.random.fork_rng(devices=[]):  # the host draws the same numbers, on the CPU, right after
+            both = rope._apply_coord_augs(both)
+    return both[0].to(rope.periods.device), (both[1] - both[0]).to(rope.periods.device)
 
 
-def rotations(position: Tensor, bands: Tensor, half: bool) -> Tensor:
-    """Sines and cosines for tokens at positions (b, n, 2), in the layout of timm: (b, 1, n, 2 e)."""
-    angle = (position.unsqueeze(-1).float() * bands.float()).flatten(2)
-    angle = torch.cat([angle, angle], dim=-1) if half else angle.repeat_interleave(2, dim=-1)
-    return torch.cat([angle.sin(), angle.cos()], dim=-1).unsqueeze(1)
+def _split(width: int, prefix: int, block: Block) -> tuple[Attention, Mlp]:
+    return functools.partial(_attention, width, prefix, block), functools.partial(_mlp, width, block[0])
 
 
-def _split(width: int, prefix: int, bands: Tensor | None, block: Any) -> tuple[Attention, Mlp]:
-    return functools.partial(_attention, width, prefix, bands, block), functools.partial(_mlp, width, block)
-
-
-def _attention(
-    width: int, prefix: int, bands: Tensor | None, block: Any, x: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Taps]:
+def _attention(width: int, prefix: int, pair: Block, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Taps]:
     """Attention with its residual added. Methods get keys and queries before the rotation."""
+    block, rotary = pair
     features, position = x[..., :width], x[..., width:]
     post_norm = isinstance(block, EvaBlockPostNorm)
     h = features if post_norm else block.norm1(features)
@@ -155,18 +185,12 @@ def _attention(
     q, k, v = _project(attn, h)
     q, k = attn.q_norm(q), attn.k_norm(k)
     taps = Taps(h, q, k, v, attn.scale)
-    if bands is not None:
-        half = getattr(attn, "rotate_half", False)
-        angles = rotations(position[:, prefix:], bands, half)
-        options = (half,) if half else ()  # timm 1.0.16 has no such option
-        q, k = (
-            torch.cat([part[:, :, :prefix], apply_rot_embed_cat(part[:, :, prefix:], angles, *options)], dim=2).type_as(
-                v
-            )
-            for part in (q, k)
-        )
-    y = ops.attend(q, k, v, bias, attn.scale, attn.attn_drop.p if attn.training else 0.0)
-    y = attn.norm(y.transpose(1, 2).reshape(h.shape))
+    if rotary is not None:
+        q, k = rotary.rotate(q.to(v), k.to(v), position, prefix)
+    if (groups := q.shape[1] // k.shape[1]) > 1:  # grouped queries share keys and values
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    y = ops.attend(q.to(v), k.to(v), v, bias, attn.scale, attn.attn_drop.p if attn.training else 0.0)
+    y = attn.norm(y.transpose(1, 2).flatten(2))
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(h).sigmoid()
     y = attn.proj_drop(attn.proj(y))
@@ -199,16 +223,17 @@ def _check_direct(attn: Any, h: Tensor) -> None:
 
 
 def _project(attn: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (b, h, n, e)."""
-    heads = (attn.num_heads, -1)
+    """Queries (b, h, n, e), keys and values."""
     if attn.qkv is None:
-        q, k, v = (part(h).unflatten(-1, heads).transpose(1, 2) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
+        heads = (attn.num_heads, *[getattr(attn, "num_kv_heads", attn.num_heads)] * 2)
+        parts = zip((attn.q_proj, attn.k_proj, attn.v_proj), heads, strict=True)
+        q, k, v = (project(h).unflatten(-1, (count, -1)).transpose(1, 2) for project, count in parts)
         return q, k, v
-    if attn.q_bias is None:
+    if getattr(attn, "q_bias", None) is None:
         qkv = attn.qkv(h)
     else:
         _check_direct(attn, h)
         bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])
         qkv = nn.functional.linear(h, attn.qkv.weight, bias)
-    q, k, v = qkv.unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = qkv.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v

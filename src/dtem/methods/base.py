@@ -193,8 +193,8 @@ class Method(nn.Module):
     def bias(self, tokens: Tokens) -> Float[Tensor, "b n"] | None:
         """Bias of the attention logits by key: log sizes, if proportional."""
         if tokens.size is None or not self.proportional:
-            return None
-        return ops.log_size(tokens.size) if self.soft else tokens.size.log()  # hard sizes are 1 or more
+            return torch.where(tokens.size > 0, 0.0, -torch.inf) if tokens.padded and tokens.size is not None else None
+        return ops.log_size(tokens.size) if self.soft else tokens.size.log()  # hard sizes are 1 or more, padding 0
 
     def class_attention(self, tokens: Tokens, taps: Taps) -> Float[Tensor, "b n"]:
         """Attention of the class token to every token, averaged over heads."""
@@ -218,6 +218,8 @@ class Method(nn.Module):
 
 def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix: int) -> Tokens:
     """Hard merging by bipartite matching on the cosine of `metric`."""
+    if tokens.padded:
+        return _merge_real(tokens, metric, r, prefix)
     if ops.is_fused_merge():
         images = torch.arange(tokens.x.shape[0], device=tokens.x.device)
         x, size = ops.fused_merge(tokens.x, tokens.size, metric, images, r, prefix)
@@ -226,6 +228,15 @@ def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix
     x, size = ops.merge(tokens.x, tokens.size, matching)
     source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
     return tokens.replace(x=x, size=size, source=source)
+
+
+def _merge_real(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix: int) -> Tokens:
+    """`merge_matched` of tokens with padding: each image merges as it would on its own, and padding fills the rest."""
+    size = full_size(tokens)
+    matching = ops.match_real(metric, size > 0, r, prefix)
+    x, size = ops.merge(tokens.x, size.clamp(min=torch.finfo(size.dtype).tiny), matching)
+    source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
+    return tokens.replace(x=x, size=torch.where(size < 1, 0.0, size), source=source)
 
 
 def full_size(tokens: Tokens) -> Float[Tensor, "b n"]:

@@ -20,7 +20,6 @@ _TIMM_MODULES = ("vision_transformer", "deit", "eva", "vision_transformer_hybrid
 _UNSUPPORTED = re.compile(
     r"_(18x2|xp|rpn)_"  # parallel or post-norm blocks
     r"|^vit_(d|p|dp)(wee|little)_"  # differential attention, parallel blocks
-    r"|_(dinov3|lingbot|sapiens2)|^vit_pe_|_rope_(?!reg)"  # other rotary embeddings
 )
 """Models of these modules that `dtem.patch` refuses."""
 

@@ -12,7 +12,7 @@ from dtem.ops.dense import kept_rows, merge_along, unmerge_along
 from dtem.ops.fisher import MergeCandidates, Moments, distance_embedding, fisher_loss, moments, output_change
 from dtem.ops.fused import fused_merge, fused_merge_op, is_fused_merge
 from dtem.ops.grouping import row_mass, soft_group
-from dtem.ops.matching import Matching, compose, cosine, limit, match, sides
+from dtem.ops.matching import Matching, compose, cosine, limit, match, match_real, sides
 from dtem.ops.merging import SoftMerge, merge, normalise_largest, soft_merge, take, unmerge
 from dtem.ops.pruning import fuse, prune, pruned_source, sample
 from dtem.ops.squeezing import find_hosts, squeeze
@@ -40,6 +40,7 @@ __all__ = [
     "linear",
     "log_size",
     "match",
+    "match_real",
     "merge",
     "merge_along",
     "moments",

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dtem.errors import DtemError
@@ -91,6 +91,25 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
         merged=first.add(chosen, alpha=2),
         into=partner.gather(1, chosen) + (tokens - r - b_side.shape[1]),
     )
+
+
+def match_real(metric: Float[Tensor, "b n d"], real: Bool[Tensor, "b n"], r: int, prefix: int = 0) -> Matching:
+    """`match` where some tokens are padding (not `real`) and at the end: the real ones match as they would without it.
+
+    An image with fewer than r real A tokens loses padding for the rest. What is kept has its padding at the end again.
+    """
+    batch, tokens, _ = metric.shape
+    check_r(r, tokens - prefix)
+    a, b = sides(prefix)
+    here = positions(batch, tokens, metric.device)
+    similarity = cosine(metric.detach(), prefix).masked_fill(~real[:, None, b::2], -2.0)  # below every cosine
+    best, partner = similarity.masked_fill(~real[:, a::2, None], -3.0).max(dim=-1)  # of padding: the first B token
+    order = torch.sort(best, dim=-1, descending=True, stable=True).indices
+    chosen, first = order[:, :r], here[:, a : a + 1]
+    kept = torch.cat([here[:, :prefix], first + 2 * order[:, r:].sort(dim=1).values, here[:, b::2]], dim=1)
+    order = torch.sort((~real.gather(1, kept)).to(torch.uint8), dim=1, stable=True).indices
+    into = partner.gather(1, chosen) + (tokens - r - here[:, b::2].shape[1])
+    return Matching(kept=kept.gather(1, order), merged=first + 2 * chosen, into=order.argsort(dim=1).gather(1, into))
 
 
 def strongest(z: Float[Tensor, "b n d"], prefix: int) -> tuple[Float[Tensor, "b i"], Int[Tensor, "b i"]]:
