@@ -2,8 +2,8 @@
 
 python -m benchmarks.rope_places --data DIR/val --weights host.safetensors
 
-The host is that of `benchmarks.rope_host`, trained for this. Merging is ToMe's; the ways differ in positions alone. On the
-same photographs: top-1, cross-entropy and divergence from the unmerged host, and their paired differences.
+The host is that of `benchmarks.rope_host`, trained for this. Merging is ToMe's, the ways differ in positions alone. On
+the same photographs: top-1, cross-entropy and divergence from the unmerged host, and their paired differences.
 """
 
 import argparse

@@ -166,7 +166,10 @@ def test_what_speaks_of_every_token_is_refused_while_merging(door):
         (tiny("BeitForImageClassification", use_relative_position_bias=True), "pair of positions"),
         (lambda: timm.create_model("beit_base_patch16_224", depth=1, embed_dim=32, num_heads=2), "pair of positions"),
         (lambda: timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), embed_dim=12), "windows"),
-        (lambda: hf.HieraModel(hf.HieraConfig(embed_dim=12, depths=[1, 1], num_heads=[1, 2])), "pools neighbouring"),
+        (
+            lambda: hf.HieraModel(hf.HieraConfig(embed_dim=12, depths=[1, 1], num_heads=[1, 2], num_query_pool=1)),
+            "pools neighbouring",
+        ),
         (lambda: timm.create_model("hiera_tiny_224", embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)), "pools neighb"),
         (lambda: timm.create_model("samvit_base_patch16", depth=1, embed_dim=32, num_heads=2, img_size=64), "windows"),
         (lambda: hf.SamVisionModel(hf.SamVisionConfig(hidden_size=32, num_hidden_layers=1, image_size=32)), "windows"),

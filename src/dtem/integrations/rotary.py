@@ -30,7 +30,7 @@ class Rotary:
 
     @classmethod
     def axial(
-        cls, frequencies: Tensor, starts: Sequence[Tensor | float], steps: Sequence[Tensor | float], half: bool,
+        cls, frequencies: Tensor, starts: Sequence[float] | Tensor, steps: Sequence[float] | Tensor, half: bool,
         column_first: bool = False,
     ) -> "Rotary":  # fmt: skip
         """Half of the pairs for the row, the others for the column.
@@ -47,7 +47,7 @@ class Rotary:
         start = (starts[0] * frequencies, starts[1] * frequencies)
         if column_first:
             row, column, start = row[::-1], column[::-1], start[::-1]
-        return cls(*(torch.cat(parts)[None] for parts in (start, row, column)), half=half)
+        return cls(torch.cat(start)[None], torch.cat(row)[None], torch.cat(column)[None], half)
 
     def rotate(
         self, q: Float[Tensor, "b h n e"], k: Float[Tensor, "b k n e"], position: Float[Tensor, "b n 2"], prefix: int

@@ -94,7 +94,7 @@ class MergingEva(Merging, Eva):  # type: ignore[misc]  # looser signatures, for 
         if attn_mask is not None or is_causal:
             raise DtemError("attn_mask and is_causal cannot be used while tokens are merged; set handle.r = 0")
         check_image(self, x)
-        grid = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        grid = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
         if self.rope is None:
             return self.norm_pre(self._pos_embed(self.patch_embed(x))[0])
         x = self.patch_embed(x)
@@ -138,8 +138,8 @@ def rotaries(model: Any, grid: Sequence[int]) -> list[Rotary]:
         else:
             bands = freq_bands(rope.dim // 4, temperature=rope.temperature, step=1)
     else:
-        bands, column_first = 2 * math.pi / rope._compute_periods(), False
-        starts, steps = _augmented(rope, starts, steps)
+        bands = 2 * math.pi / rope._compute_periods()
+        return [Rotary.axial(bands.to(device), *_augmented(rope, starts, steps), half)] * len(model.blocks)
     return [Rotary.axial(bands.to(device), starts, steps, half, column_first)] * len(model.blocks)
 
 
