@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -23,7 +24,7 @@ from PIL import Image
 
 gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install '.[app]'")
 
-from dtem.app import guard, server  # noqa: E402
+from dtem.app import guard, page, page_style, server  # noqa: E402
 from dtem.app.explorer import CACHE_SIZE, UNMERGED, Explorer, Model, digit_model  # noqa: E402
 from dtem.errors import DtemError  # noqa: E402
 
@@ -93,19 +94,33 @@ def test_fifty_requests_at_once_are_all_answered(url: str, bad: Path) -> None:
     from gradio_client import Client, handle_file
 
     client = Client(url, verbose=False, httpx_kwargs={"timeout": PATIENCE})
-    requests = [(None, 0, "tiny", ["tome"], 1 + turn % 8, 1 + turn % 3) for turn in range(44)]
+    requests = [(None, 0, "tiny", ["tome"], 1 + turn % 8, 1) for turn in range(44)]
     wrong = [
         (handle_file(bad), 0, "tiny", ["tome"], 4, 1),
         (None, 0, "tiny", [], 4, 1),
-        (None, 0, "tiny", ["tome"], 4, 10),  # it has three blocks
+        (None, 0, "tiny", ["tome"], 40, 1),  # it has 64 patches
     ]
     jobs = [client.submit(*one, api_name="/explore") for one in requests + wrong + wrong]
     responses = [job.result(timeout=PATIENCE)[0] for job in jobs]
-    for (*_, r, block), cards in zip(requests, responses, strict=False):
-        assert f"<dt>groups, block {block}</dt><dd>{64 - r * block}</dd>" in cards
+    for (*_, r, _), cards in zip(requests, responses, strict=False):
+        groups = re.findall(r'data-block="(\d)">(\d+)</span>', cards)
+        assert groups[:3] == [(str(block), str(64 - r * block)) for block in (1, 2, 3)]
     assert all('role="alert"' in cards for cards in responses[44:])
     assert "dtem-card" in client.predict(*requests[0], api_name="/explore")[0]
     client.close()
+
+
+def test_the_page_opens_on_a_computed_example_and_says_that_it_is_loading(url: str) -> None:
+    served = httpx.get(url, timeout=PATIENCE)
+    assert f'content: "{page_style.LOADING}"' in served.text.partition("</head>")[0], "before any script runs"
+    assert int(served.headers.get("content-length", len(served.content))) == len(served.content)
+    config = httpx.get(f"{url}config", timeout=PATIENCE).json()
+    start = {part["props"].get("elem_id"): part["props"].get("value") for part in config["components"]}
+    assert start["cards"].count('class="dtem-card"') == 3
+    assert "speed-up" in start["cards"]
+    assert page.MEASURING not in start["cards"]
+    assert "<svg" in start["curve"]
+    assert start["examples"].count("data:image/png;base64,") == 6, "examples need no files of the server"
 
 
 def test_large_files_are_refused(url: str, tmp_path: Path) -> None:
@@ -209,19 +224,19 @@ def test_a_slow_upload_is_cut_off(url: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - start < 10
 
 
-def test_files_and_caches_stay_bounded_over_200_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_caches_stay_bounded_over_100_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     explorers: list[Explorer] = []
     real = Explorer.explore
     monkeypatch.setattr(Explorer, "explore", lambda self, *args: explorers.append(self) or real(self, *args))
     before = len(stored_files())
-    for turn in range(200):
+    for turn in range(100):
         path = upload(url, noise_png(1000 + turn))
-        if turn % 4 == 0:
+        if turn % 10 == 0:
             assert "dtem-card" in explore(url, path, 1 + turn % 3)
     assert len(stored_files()) <= before + server.NUM_UPLOADS
     (explorer,) = set(explorers)
     assert len(explorer._cache) <= CACHE_SIZE
-    assert len(explorer._costs) + len(explorer._gflops) < 100
+    assert len(explorer._latencies) + len(explorer._gflops) < 100
     blocks = [part for part in gc.get_objects() if isinstance(part, gradio.Blocks) and part.is_running]
     assert sum(len(names) for page in blocks for names in page.temp_file_sets) < 2 * server.NUM_UPLOADS
 
@@ -259,9 +274,17 @@ def until(browser: Any) -> Callable[..., Any]:
 
 
 def picture(browser: Any, method: str) -> str:
-    """Source of a card's picture; empty while there is none."""
-    script = "let e = document.querySelector(`#cards [data-method=${arguments[0]}] img`); return e ? e.src : ''"
+    """Source of a card's picture that is shown; empty while there is none."""
+    script = """return [...document.querySelectorAll(`#cards [data-method=${arguments[0]}] img`)]
+        .find(e => getComputedStyle(e).opacity === '1')?.src ?? ''"""
     return browser.execute_script(script, method)
+
+
+def picture_block(browser: Any) -> str:
+    """The block that is shown, once the slider stands there too."""
+    script = "return [document.body.dataset.block, document.querySelector('#block input[type=range]').value]"
+    block, slider = browser.execute_script(script)
+    return block if block == slider else ""
 
 
 def text(browser: Any, where: str) -> str:
@@ -288,24 +311,34 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
 
     browser.get(url)
     until(lambda _: picture(browser, "dtem") and browser.find_elements(By.CSS_SELECTOR, "#curve svg"))
-    assert "tokens at the end\n11" in text(browser, "#cards [data-method=dtem]")
+    assert "tokens left\n11" in text(browser, "#cards [data-method=dtem]")
     first, image = picture(browser, "tome"), picture(browser, UNMERGED)
     assert pixels(first).size == pixels(image).size == (168, 168)
+    drawn = "return [...document.querySelectorAll('#examples img')].map(e => e.naturalWidth)"
+    assert browser.execute_script(drawn) == [28] * 6
 
     # The sliders: another r, another block, another picture.
     type_number(browser, "rate", 40)
     until(lambda _: "r = 40" in text(browser, "#cards [data-method=tome]"))
+    until(lambda _: "measuring" not in text(browser, "#cards"))
     second = picture(browser, "tome")
     assert second != first
     browser.find_element(By.CSS_SELECTOR, "#block input[type=range]").send_keys(Keys.ARROW_LEFT)
-    until(lambda _: "groups, block 5" in text(browser, "#cards [data-method=tome]"))
-    assert picture(browser, "tome") != second
+    until(lambda _: picture(browser, "tome") not in ("", second))
+    assert browser.execute_script("return document.body.dataset.block") == "5"
+    assert re.search(r"groups\n\d+\n", text(browser, "#cards [data-method=tome]")), "one number, that of the block"
+
+    # Play runs through all blocks.
+    seen: set[str] = set()
+    browser.find_element(By.CSS_SELECTOR, "#play").click()
+    until(lambda _: seen.add(text(browser, "#cards [data-method=tome] dd")) or picture_block(browser) == "12")
+    assert len(seen) > 3
 
     # A file that is no image gets a message; the page goes on.
     field = "#upload input[type=file]"
     browser.find_element(By.CSS_SELECTOR, field).send_keys(str(bad))
     until(lambda _: "bad.png is not an image file" in text(browser, "#cards [role=alert]"))
-    browser.find_elements(By.CSS_SELECTOR, "#examples button.thumbnail-item")[1].click()
+    browser.find_elements(By.CSS_SELECTOR, "#examples button")[1].click()
     until(lambda _: picture(browser, UNMERGED) not in ("", image))
     until(lambda _: browser.find_elements(By.CSS_SELECTOR, field))
     eight = picture(browser, UNMERGED)
@@ -324,16 +357,63 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
 
 
 @pytest.mark.timeout(600)
-def test_on_a_phone(url: str, browser: Any, until: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone(url: str, browser: Any, until: Callable[..., Any], scheme: str) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.get(url)
     until(lambda _: picture(browser, "dtem"))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
-    script = """return [...document.querySelectorAll('#cards img')].map(e => {
+    script = """return [...document.querySelectorAll('#cards .dtem-picture')].map(e => {
         let r = e.getBoundingClientRect(); return [r.left, r.right, r.top, r.bottom]})"""
     boxes = browser.execute_script(script)
     assert all(left >= 0 and right <= 390 and right - left >= 110 for left, right, _, _ in boxes)
     (_, tome_right, tome_top, _), (ours_left, _, ours_top, _) = boxes[1:]
     assert tome_top == ours_top  # the methods are side by side
     assert tome_right < ours_left
+    assert clipped(browser) == []
+    assert low_contrast(browser) == []
+
+
+@pytest.mark.timeout(600)
+def test_on_a_wide_page_edges_are_aligned(url: str, browser: Any, until: Callable[..., Any]) -> None:
+    size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(url)
+    until(lambda _: picture(browser, "dtem"))
+    script = """let box = e => e.getBoundingClientRect();
+        return [[...document.querySelectorAll('.dtem-card')].map(e => [box(e).top, box(e).bottom,
+            box(e.querySelector('.dtem-bar')).top]),
+            ['#sliders', '#cards', '.dtem-cards', '#curve'].map(e => box(document.querySelector(e)).left)]"""
+    cards, lefts = browser.execute_script(script)
+    assert len(cards) == 3
+    assert len({tuple(map(round, card)) for card in cards}) == 1, "cards, and the rows in them, stand at equal heights"
+    assert len({round(left) for left in lefts}) == 1, lefts
+    assert clipped(browser) == []
+
+
+def clipped(browser: Any) -> list[str]:
+    """Texts of cards that reach out of them."""
+    return browser.execute_script("""return [...document.querySelectorAll('.dtem-card dt, .dtem-card dd')].filter(e => {
+        let own = e.getBoundingClientRect(), card = e.closest('.dtem-card').getBoundingClientRect();
+        return own.width > 0 && (own.right > card.right || own.left < card.left)}).map(e => e.textContent)""")
+
+
+def low_contrast(browser: Any) -> list[Any]:
+    """Texts of the results whose contrast with what is behind them is below 4.5 (WCAG AA)."""
+    return browser.execute_script("""
+        let numbers = text => text.match(/[\\d.]+/g).map(Number);
+        let light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+        let ground = e => { for (; e; e = e.parentElement) {
+            let [r, g, b, a = 1] = numbers(getComputedStyle(e).backgroundColor); if (a > 0.99) return [r, g, b]; }
+            return [255, 255, 255]; };
+        return [...document.querySelectorAll('#intro *, #cards *, #curve p, #curve h3, #curve text')].filter(e =>
+            [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())).map(e => {
+            let style = getComputedStyle(e), svg = e instanceof SVGElement;
+            let a = light(numbers(svg ? style.fill : style.color)), b = light(ground(e));
+            return [e.textContent.trim(), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; })
+            .filter(([, ratio]) => ratio < 4.5)""")

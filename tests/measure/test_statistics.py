@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtem.measure.statistics import Difference, bootstrap, mcnemar, mean_difference
+from dtem.measure.statistics import Difference, bootstrap, mcnemar, mean_difference, share_interval
 
 
 def test_the_interval_covers_the_true_difference_19_times_of_20() -> None:
@@ -53,3 +53,10 @@ def test_the_bootstrap_knows_what_noise_is():
 def test_text() -> None:
     assert Difference(0.5, -0.25, 1.0).text() == "+0.50 (-0.25 … +1.00)"
     assert Difference(0.5, -0.25, 1.0).text(1) == "+0.5 (-0.2 … +1.0)"
+
+
+def test_the_interval_of_a_share() -> None:
+    low, high = share_interval(90.0, 100)
+    assert (round(low, 2), round(high, 2)) == (82.56, 94.48)  # Wilson's, as R's prop.test without correction gives it
+    assert share_interval(100.0, 50)[1] == pytest.approx(100)
+    assert share_interval(0.0, 50)[0] == pytest.approx(0)

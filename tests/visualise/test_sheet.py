@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from dtem.errors import DtemError
+from dtem.visualise import style
 from dtem.visualise.sheet import sheet
 
 
@@ -26,6 +27,26 @@ def test_long_captions_widen_the_columns() -> None:
     assert wide.width > narrow.width + 100
 
 
+def test_rows_may_end_earlier_and_a_legend_stands_below() -> None:
+    names = [(f"a class with a long name {index}", (0, 10 * index, 200)) for index in range(9)]
+    drawn = sheet([colours(10), colours(30, 40)], ["unmerged", "tome, r = 4"], [["a"], ["b", "c"]], names)
+    plain = sheet([colours(10), colours(30, 40)], ["unmerged", "tome, r = 4"], [["a"], ["b", "c"]])
+    assert drawn.width == plain.width
+    assert drawn.crop((0, 0, plain.width, plain.height)).tobytes() == plain.tobytes()
+    below = np.asarray(drawn)[plain.height :]
+    corners = [np.argwhere((below == colour).all(axis=2)).min(axis=0) for _, colour in names]
+    assert len({tuple(corner) for corner in corners}) == 9
+    assert max(corner[1] for corner in corners) < drawn.width - 100, "names are inside of the sheet"
+
+
+def test_headings_have_the_colours_of_their_methods() -> None:
+    pixels = np.asarray(sheet([colours(1), colours(2)], ["tome, r = 4", "dtem, r = 4"], [[""], [""]]))
+    for method in ("tome", "dtem"):
+        assert (pixels == style.colour(method).rgb).all(axis=2).any()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DtemError, match="make no sheet"):
         sheet([colours(1), [Image.new("RGB", (5, 5))]], ["", ""], [[""], [""]])
+    with pytest.raises(DtemError, match="make no sheet"):
+        sheet([colours(1)], [""], [["one", "two"]])

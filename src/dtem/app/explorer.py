@@ -1,7 +1,7 @@
 """Results of the explorer: one image, one model, several methods at one r. Knows nothing of web pages.
 
 Requests come from many threads, and a handle has one r: one request is computed at a time, which timings need anyway.
-Costs and timings, which do not depend on the image, are measured once per setting and cached.
+Operations and timings, which do not depend on the image, are measured once per setting and cached.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ from dtem.errors import DtemError
 from dtem.handle import Handle
 from dtem.integrations.weight_sharing import share
 from dtem.measure import flops, record, throughput
+from dtem.measure.statistics import share_interval
+from dtem.measure.throughput import Timing
 from dtem.types import HostSpec
 from dtem.visualise.curves import Point
 from dtem.visualise.show import Visualisation, view_image
@@ -35,6 +37,8 @@ T = TypeVar("T")
 UNMERGED = "unmerged"
 METHODS = ("tome", "dtem", "evit", "etps", "ats", "evo_vit", "bat", "token_pooling")
 """Methods without training, and dtem."""
+BATCH_SIZES = (1, 8, 32)
+"""Batch sizes at which latency can be measured."""
 ROUNDS = 5
 CURVE_RATES = (2, 4, 8, 12, 16, 20, 24)
 """r at which the curve of a single image is drawn, where there is no record of accuracies."""
@@ -56,16 +60,14 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """Cost of one method at one r."""
+class Latency:
+    """Timings of all variants, taken in turns in one run: one baseline for all of them."""
 
-    gflops: float
-    milliseconds: float
-    """Of one image."""
-    unmerged_milliseconds: float
-    """Of the unmerged model, timed in alternation."""
-    speedup: float
-    """Median over these pairs."""
+    batch_size: int
+    engine: str
+    """Library, device, threads and dtype."""
+    timings: dict[str, Timing]
+    """By method, the unmerged model included; speed-ups are over it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Result:
 
     model: Model
     visualisation: Visualisation
-    costs: dict[str, Cost]
+    gflops: dict[str, float]
     """By method, the unmerged model included."""
     refused: dict[str, str]
     """Methods that do not work on this model, and why."""
@@ -83,6 +85,8 @@ class Result:
     """Of the unmerged model."""
     probability_curves: dict[str, list[Point]]
     """By method: probability (%) of the unmerged model's prediction for this image, at several r."""
+    latency: Latency | None = None
+    """None until it is measured (`Explorer.measure`)."""
 
 
 class Explorer:
@@ -94,12 +98,12 @@ class Explorer:
         self.models = {model.name: model for model in models}
         self._lock = threading.Lock()
         self._handles: dict[tuple[str, str], Handle] = {}
-        self._costs: dict[tuple[str, str, int], Cost] = {}
+        self._latencies: dict[tuple[Any, ...], Latency] = {}
         self._gflops: dict[tuple[str, str, int], float] = {}
         self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def explore(self, image: Any, name: str, methods: Sequence[str], r: float) -> Result:
-        """Run the unmerged model and each method on one image."""
+        """Run the unmerged model and each method on one image; `measure` adds the latency."""
         model, r = self._model(name), self._rate(name, r)
         if not methods:
             raise DtemError("choose at least one method")
@@ -108,13 +112,26 @@ class Explorer:
         opened = images.open_image(image)
         with self._lock:
             visualisation, refused = self._visualisation(opened, model, tuple(dict.fromkeys(methods)), r)
-            costs = {method: self._cost(model, method, r) for method in visualisation.views}
-            costs[UNMERGED] = self._cost(model, UNMERGED, 0)
+            gflops = {UNMERGED: self._count(model, UNMERGED, 0)}
+            for method in visualisation.views:
+                with self._handle(model, method).at(r=r):
+                    gflops[method] = self._count(model, method, r)
             predicted = int(visualisation.unmerged.argmax())
             drawn = visualisation.views if model.record is None else ()
             curves = {method: self._probability_curve(opened, predicted, model, method) for method in drawn}
         host = self._host(name)
-        return Result(model, visualisation, costs, refused, r, host.patches + host.prefix, curves)
+        return Result(model, visualisation, gflops, refused, r, host.patches + host.prefix, curves)
+
+    def measure(self, result: Result, batch_size: float) -> Result:
+        """The result with its latency: all its variants in turns, in one run."""
+        if batch_size not in BATCH_SIZES:
+            raise DtemError(f"batch size = {batch_size!r}: choose from {', '.join(map(str, BATCH_SIZES))}")
+        model, methods, r = result.model, tuple(sorted(result.visualisation.views)), result.r
+        key = model.name, methods, r, batch_size
+        with self._lock:
+            if key not in self._latencies:
+                self._latencies[key] = self._measure(model, methods, r, int(batch_size))
+        return dataclasses.replace(result, latency=self._latencies[key])
 
     def largest(self, name: str) -> int:
         """Largest r of the slider."""
@@ -200,21 +217,20 @@ class Explorer:
             self._gflops[key] = flops.count(counted, self._host(model.name).image).macs / 1e9
         return self._gflops[key]
 
-    def _cost(self, model: Model, method: str, r: int) -> Cost:
-        key = model.name, method, r
-        if key in self._costs:
-            return self._costs[key]
-        merged: nn.Module = model.host
-        if method != UNMERGED:
+    def _measure(self, model: Model, methods: Sequence[str], r: int, batch_size: int) -> Latency:
+        variants: dict[str, nn.Module] = {UNMERGED: model.host}
+        for method in methods:
             handle = self._handle(model, method)
             handle.r = r
-            merged = handle.model
-        batch = torch.zeros(1, *self._host(model.name).image)
-        timings = throughput.compare({UNMERGED: model.host, method: merged}, batch, ROUNDS, 1)
-        own, unmerged = timings[method], timings[UNMERGED]
-        gflops = self._count(model, method, r)
-        self._costs[key] = Cost(gflops, 1000 * own.seconds, 1000 * unmerged.seconds, own.speedup.median)
-        return self._costs[key]
+            variants[method] = handle.model
+        weight = next(model.host.parameters())
+        batch = torch.zeros(batch_size, *self._host(model.name).image).to(weight)
+        forwards = {name: integrations.as_logits_fn(variant) for name, variant in variants.items()}
+        engine = f"PyTorch {torch.__version__.partition('+')[0]}, {weight.device.type.upper()}"
+        if weight.device.type == "cpu":
+            engine += f", {torch.get_num_threads()} threads"
+        engine += f", {str(weight.dtype).removeprefix('torch.')}"
+        return Latency(batch_size, engine, throughput.compare(forwards, batch, ROUNDS, 1))
 
 
 def _digest(image: Image.Image) -> tuple[Any, ...]:
@@ -230,7 +246,10 @@ def load_accuracies(path: Path, model: str | None = None) -> tuple[str, dict[str
     lines: dict[str, list[Point]] = {}
     try:
         for row in results["rows"]:
-            lines.setdefault(row["method"], []).append(Point(row["macs"] / 1e9, row["top1"], f"r={row['r']}"))
+            point = Point(
+                row["macs"] / 1e9, row["top1"], f"r={row['r']}", share_interval(row["top1"], results["images"])
+            )
+            lines.setdefault(row["method"], []).append(point)
         title = f"{results['model']} on {results['images']} images of {results['data']}, measured {stored.time[:10]}"
         assert lines[UNMERGED]
         if model is not None and results["model"].partition(".")[0] != model.partition(".")[0]:  # without the tag
@@ -242,7 +261,7 @@ def load_accuracies(path: Path, model: str | None = None) -> tuple[str, dict[str
 
 def interpolate(points: Sequence[Point], gflops: float, label: str) -> Point | None:
     """The point of a line at some cost, linearly between its neighbours; None outside of the line."""
-    ordered = sorted(points)
+    ordered = sorted(points, key=lambda point: point.gflops)
     if not ordered or not ordered[0].gflops <= gflops <= ordered[-1].gflops:
         return None
     accuracy = np.interp(gflops, [p.gflops for p in ordered], [p.accuracy for p in ordered])

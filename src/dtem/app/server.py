@@ -5,17 +5,20 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtem.app import page
-from dtem.app.explorer import METHODS, Explorer, Model
+from dtem.app import page, page_style
+from dtem.app.explorer import BATCH_SIZES, METHODS, Explorer, Model
 from dtem.app.guard import Guard
+from dtem.app.page_style import StyleSheet
 from dtem.data import images
 from dtem.errors import DtemError, require
+from dtem.visualise import style
 
 UPLOAD = "10mb"
 """Largest file that may be uploaded."""
@@ -30,6 +33,29 @@ NUM_UPLOADS = 64
 INTRO = """# dtem explorer
 Token merging joins patches that are alike, block by block: patches of one token share their mean colour. Drop an image,
 choose methods and r, and see what is merged, what the model predicts, and what it costs."""
+START_R = 16
+START_METHODS = ["tome", "dtem"]
+START_BATCH = 8
+# In the browser: mark the page while a request runs, show a block's groups, and run through all blocks.
+BUSY = "(...values) => { document.body.classList.add('dtem-busy'); return values; }"
+DONE = "() => { document.body.classList.remove('dtem-busy'); }"
+SHOW_BLOCK = "(block) => { document.body.dataset.block = block; }"
+PLAY = """() => {
+  const slider = document.querySelector('#block input[type=range]');
+  let block = 0;
+  const step = () => {
+    slider.value = block += 1;
+    slider.dispatchEvent(new Event('input', {bubbles: true}));
+    if (block >= Number(slider.max)) clearInterval(window.dtemPlay);
+  };
+  clearInterval(window.dtemPlay);
+  window.dtemPlay = setInterval(step, 450);
+  step();
+}"""
+CHOOSE = """element.addEventListener('click', (event) => {
+  const button = event.target.closest('button[data-index]');
+  if (button) trigger('click', {index: Number(button.dataset.index)});
+});"""
 log = logging.getLogger("dtem.app")
 
 
@@ -52,9 +78,11 @@ def render(
     name: str,
     methods: Sequence[str],
     r: float,
-    block: float,
-) -> tuple[str, str]:
-    """Cards and curve as HTML; an error becomes a message on the page, never an error of the server."""
+    batch_size: float,
+) -> Iterator[tuple[str, str]]:
+    """Cards and curve as HTML, first without the latency, which takes longest. An error becomes a message on the page,
+    never an error of the server.
+    """
     try:
         if name not in explorer.models:
             raise DtemError(f"there is no model {name!r} here; choose from {', '.join(explorer.models)}")
@@ -63,79 +91,80 @@ def render(
         examples = explorer.models[name].examples
         image = upload if upload else examples[int(example or 0) % len(examples)]
         result = explorer.explore(images.open_image(image, PIXELS), name, methods, r)
-        return page.cards(result, page.check_block(block, explorer.depth(name))), page.curve(result)
+        curve = page.curve(result)
+        yield page.cards(result), curve
+        yield page.cards(explorer.measure(result, batch_size)), curve
     except DtemError as error:
-        return page.message(str(error)), ""
+        yield page.message(str(error)), ""
     except Exception as error:
         log.exception("a request failed")
-        return page.message(f"This did not work ({type(error).__name__}); the explorer goes on. Try another image."), ""
+        yield page.message(f"This did not work ({type(error).__name__}); the explorer goes on. Try another image."), ""
 
 
 def build(models: Sequence[Model]) -> Any:
-    """The page, not served yet."""
+    """The page with the first example computed, not served yet."""
     no_telemetry()
     check()
     import gradio as gr
 
     explorer = Explorer(models)
     first = models[0]
+    most, depth = explorer.largest(first.name), explorer.depth(first.name)
+    start_r = min(START_R, most)
+    print("computing the first example …", file=sys.stderr, flush=True)
+    for computed in render(explorer, None, 0, first.name, START_METHODS, start_r, START_BATCH):
+        start_cards, start_curve = computed
     with gr.Blocks(title="dtem explorer", analytics_enabled=False) as blocks:
-        gr.Markdown(INTRO)
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=1, min_width=300):
+        gr.Markdown(INTRO, elem_id="intro")
+        with gr.Row(equal_height=False, elem_id="page"):
+            with gr.Column(scale=1, min_width=280):
                 name = gr.Dropdown(list(explorer.models), value=first.name, label="Model", elem_id="model")
                 upload: Any = gr.File(label="Drop an image", file_types=["image"], height=120, elem_id="upload")
-                gallery = gr.Gallery(
-                    [*first.examples],
-                    label="or take an example",
-                    columns=3,
-                    height="auto",
-                    object_fit="contain",
-                    allow_preview=False,
-                    interactive=False,
-                    buttons=[],
-                    format="png",
-                    elem_id="examples",
-                )
+                choice = gr.HTML(page.examples(first.examples), js_on_load=CHOOSE, elem_id="examples")
                 example = gr.Number(0, visible="hidden", label="example", precision=0)
-                methods = gr.CheckboxGroup(list(METHODS), value=["tome", "dtem"], label="Methods", elem_id="methods")
-                most = explorer.largest(first.name)
-                r = gr.Slider(0, most, min(16, most), step=1, label="r: tokens merged in every block", elem_id="rate")
-                depth = explorer.depth(first.name)
-                block = gr.Slider(1, depth, (depth + 1) // 2, step=1, label="groups after block", elem_id="block")
-            with gr.Column(scale=3, min_width=320):
-                cards = gr.HTML(elem_id="cards")
-                gr.Markdown("### What it costs, and what is left")
-                plot = gr.HTML(elem_id="curve")
+                labels = [(style.title(method), method) for method in METHODS]
+                methods = gr.CheckboxGroup(labels, value=START_METHODS, label="Methods", elem_id="methods")
+                sizes = [(str(size), size) for size in BATCH_SIZES]
+                batch_size = gr.Radio(sizes, value=START_BATCH, label="Batch size of the latency", elem_id="batch")
+            with gr.Column(scale=3, min_width=320, elem_id="results"):
+                with gr.Row(elem_id="sliders"):
+                    r = gr.Slider(0, most, start_r, step=1, label="r: tokens merged in every block", elem_id="rate")
+                    block = gr.Slider(1, depth, (depth + 1) // 2, step=1, label="groups after block", elem_id="block")
+                    play = gr.Button("▶ Play", scale=0, elem_id="play")
+                cards = gr.HTML(start_cards, elem_id="cards")
+                plot = gr.HTML(start_curve, elem_id="curve")
 
         def explore(
-            upload: str | None, example: float | None, name: str, methods: list[str], r: float, block: float
-        ) -> tuple[str, str]:
-            return render(explorer, upload, example, name, methods, r, block)
+            upload: str | None, example: float | None, name: str, methods: list[str], r: float, batch_size: float
+        ) -> Iterator[tuple[str, str]]:
+            yield from render(explorer, upload, example, name, methods, r, batch_size)
 
         def change_model(name: str, r: float) -> tuple[Any, Any, Any]:
             model = explorer.models.get(name, first)
             depth, largest = explorer.depth(model.name), explorer.largest(model.name)
             return (
-                gr.Gallery([*model.examples]),
+                page.examples(model.examples),
                 gr.Slider(maximum=largest, value=min(r, largest)),
                 gr.Slider(maximum=depth, value=(depth + 1) // 2),
             )
 
-        def select(event: gr.SelectData) -> tuple[int, None]:
+        def select(event: gr.EventData) -> tuple[int, None]:
             return int(event.index), None
 
         gr.on(
-            [blocks.load, upload.change, example.change, name.change, methods.change, r.change, block.change],
+            [upload.change, example.change, name.change, methods.change, r.change, batch_size.change],
             explore,
-            inputs=[upload, example, name, methods, r, block],
+            inputs=[upload, example, name, methods, r, batch_size],
             outputs=[cards, plot],
-            show_progress="minimal",
+            js=BUSY,
+            show_progress="hidden",
             trigger_mode="always_last",
             api_name="explore",
-        )
-        name.change(change_model, [name, r], [gallery, r, block], api_visibility="private")
-        gallery.select(select, None, [example, upload], api_visibility="private")
+        ).then(None, js=DONE, api_visibility="private")
+        block.change(None, block, js=SHOW_BLOCK, api_visibility="private")
+        play.click(None, js=PLAY, api_visibility="private")
+        name.change(change_model, [name, r], [choice, r, block], api_visibility="private")
+        choice.click(select, None, [example, upload], api_visibility="private")
     # gr.File would leave an empty temporary file behind every request.
     upload.preprocess = lambda payload: None if payload is None else payload.path
     for component in blocks.blocks.values():
@@ -179,6 +208,8 @@ def serve(
     check_address(host, port)
     with temporary_folder() as folder:
         blocks = build(models)
+        depth = max(Explorer(models).depth(model.name) for model in models)
+        css = page_style.STYLE + page_style.frames(depth)
         uploads = folder / "uploads"
 
         def make_room() -> None:
@@ -186,7 +217,7 @@ def serve(
             for names in blocks.temp_file_sets:  # the same files, which gradio would remember forever
                 names.clear()
 
-        _launch(blocks, host, port, browser, names={host, *allowed_hosts}, before_upload=make_room)
+        _launch(blocks, host, port, browser, css, names={host, *allowed_hosts}, before_upload=make_room)
         blocks.app.uploaded_file_dir = str(uploads)
         try:
             yield blocks.local_url
@@ -229,11 +260,16 @@ def remove_oldest(folder: Path, limit: int) -> None:
             path.parent.rmdir()
 
 
-def _launch(blocks: Any, host: str, port: int | None, browser: bool, **guard: Any) -> None:
+def _launch(blocks: Any, host: str, port: int | None, browser: bool, css: str, **guard: Any) -> None:
     import gradio as gr
     from starlette.middleware import Middleware
 
-    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    theme = gr.themes.Default(
+        primary_hue="blue",
+        neutral_hue="gray",
+        font=["system-ui", "sans-serif"],
+        font_mono=["ui-monospace", "monospace"],
+    )
     try:
         blocks.launch(
             server_name=host,
@@ -248,8 +284,7 @@ def _launch(blocks: Any, host: str, port: int | None, browser: bool, **guard: An
             enable_monitoring=False,
             quiet=True,
             theme=theme,
-            css=page.STYLE,
-            app_kwargs={"middleware": [Middleware(Guard, **guard)]},
+            app_kwargs={"middleware": [Middleware(Guard, **guard), Middleware(StyleSheet, css=css)]},
         )
     except OSError as error:
         raise DtemError(f"cannot serve on {host}, port {port or 'any'}: {error}") from error

@@ -28,6 +28,7 @@ from dtem.visualise.show import Blocks
 from dtem.visualise.shown_handles import as_handles
 
 PARTS = ("attention", "mlp")
+UNMERGED = "unmerged"
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,29 @@ class SegmentationVisualisation(Report):
         return [len(torch.unique(source)) for source in self._sources(name)]
 
     def picture(self) -> Image.Image:
-        """One row per method, the unmerged model first: the predicted classes, then the groups of some blocks."""
-        colours, shares = self.classes.drawn, self.class_shares()
-        plain = [Image.fromarray(self.pixels)] * len(self.blocks)
-        rows = [[overlay(self.pixels, self.unmerged, colours), *plain]]
-        legend = "\n".join(f"{name} {share:.0f} %" for name, share in list(shares.items())[:3])
-        captions = [[legend, *["image"] * len(plain)]]
+        """The image and its classes by the unmerged model; for each method the image, the predicted classes, and the
+        groups of some blocks; the names of the classes below.
+        """
+        colours, image = self.classes.drawn, Image.fromarray(self.pixels)
+        rows = [[image, overlay(self.pixels, self.unmerged, colours)]]
+        captions = [["image", "predicted classes"]]
         for name, view in self.views.items():
             drawn = [self._draw(source) for source in self._sources(name)]
-            rows.append([overlay(self.pixels, view.predicted, colours), *drawn])
+            rows.append([image, overlay(self.pixels, view.predicted, colours), *drawn])
             counts = zip(self.blocks, self.num_groups(name), strict=True)
             texts = [f"block {block + 1}, {self.part}: {count} groups" for block, count in counts]
-            captions.append([f"{self.agreement(name):.1f} % as unmerged", *texts])
-        return sheet(rows, ["unmerged", *(f"{name}, r = {view.r}" for name, view in self.views.items())], captions)
+            captions.append(["image", f"{self.agreement(name):.1f} % of pixels as unmerged", *texts])
+        headings = [UNMERGED, *(f"{name}, r = {view.r}" for name, view in self.views.items())]
+        return sheet(rows, headings, captions, self.legend())
+
+    def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """Names and colours, as they are drawn over the image, of the classes that some variant predicts: those of the
+        unmerged model first, the largest first.
+        """
+        shares, colours = self.class_shares(), dict(zip(self.classes.names, self.classes.drawn, strict=True))
+        others = {int(index) for view in self.views.values() for index in np.unique(view.predicted)}
+        found = dict.fromkeys([*shares, *(self.classes.names[index] for index in sorted(others))])
+        return [(f"{name} {shares[name]:.0f} %" if name in shares else name, colours[name]) for name in found]
 
     def save(self, path: str | Path) -> None:
         """Write the picture as a PNG file."""
