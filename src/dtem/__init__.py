@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from dtem.methods.dtem import DtemConfig as DtemConfig
     from dtem.models.factory import create_model as create_model
     from dtem.models.factory import list_models as list_models
+    from dtem.tasks.answering.ask import ask as ask
+    from dtem.tasks.captioning.generate import caption as caption
     from dtem.training.train import train as train
     from dtem.visualise.show import show as show
 
@@ -43,9 +45,11 @@ _PUBLIC = {
     "DtemError": "dtem.errors",
     "Handle": "dtem.handle",
     "adapter_overview": "dtem.adapters.overview",
+    "ask": "dtem.tasks.answering.ask",
     "average_adapters": "dtem.adapters.averaging",
     "benchmark": "dtem.evaluation.benchmark",
     "benchmark_paper": "dtem.evaluation.paper_speed",
+    "caption": "dtem.tasks.captioning.generate",
     "compare": "dtem.evaluation.compare",
     "count_flops": "dtem.evaluation.flops_report",
     "create_model": "dtem.models.factory",

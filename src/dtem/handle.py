@@ -63,6 +63,11 @@ def patch(
             f"method {cls.name!r} is not supported for {host.name} ({integration.family}), "
             f"{integration.methods_reason}; choose one of: {', '.join(sorted(integration.methods))}"
         )
+    if integration.fixed_length and cls.variable_length:
+        raise DtemError(
+            f"method {cls.name!r} keeps another number of tokens in every image, and {host.name} "
+            f"({integration.family}) needs the same number in all; choose another method"
+        )
     if shortcut and not integration.shortcuts:
         raise DtemError(f"shortcut=True is not supported for {host.name} ({integration.family}); leave it out")
     schedules.check(schedules.parse(r), host.patches, host.depth)

@@ -77,8 +77,8 @@ class HostSpec:
     pooling: str
     """``prefix`` (class or distillation token), ``mean``, ``max``, ``avgmax``, ``attention`` or ``none``;
     ``prefix+max`` (class token and best patch); ``dense`` for dense prediction, which needs every patch."""
-    image: tuple[int, int, int] = field(default=(3, 224, 224), compare=False)
-    """Channels, height and width of the input."""
+    image: tuple[int, ...] = field(default=(3, 224, 224), compare=False)
+    """Channels, height and width of the input; of videos, the number of frames first."""
     masked: bool = field(default=False, compare=False)
     """Whether the weights come from masked pre-training (MAE), where proportional attention harms inference."""
     class_token: bool = field(default=True, compare=False)

@@ -27,7 +27,7 @@ class Host:
     """How to build a tiny model, and what it can do."""
 
     build: Callable[[], nn.Module]
-    image: tuple[int, int, int] = (3, 32, 32)
+    image: tuple[int, ...] = (3, 32, 32)
     soft: bool = True
     """Whether its pooling allows soft merging."""
     doors: bool = True
@@ -97,6 +97,9 @@ HOSTS: dict[str, Host] = {
     "hf_aimv2": Host(hf("Aimv2VisionModel"), doors=False),
     "hf_internvl": Host(hf("InternVLVisionModel", image_size=[32, 32], patch_size=[4, 4]), doors=False),
     "hf_git": Host(hf("GitVisionModel"), doors=False),
+    "hf_videomae": Host(
+        hf("VideoMAEForVideoClassification", image_size=16, num_frames=8), image=(8, 3, 16, 16), doors=False
+    ),
     "segmenter": Host(segmenter(), doors=False),
 }
 TIMM = [name for name, host in HOSTS.items() if host.doors]

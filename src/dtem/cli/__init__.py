@@ -28,6 +28,7 @@ VERBS = {
     "export": "dtem.cli.export",
     "show": "dtem.cli.show",
     "caption": "dtem.cli.caption",
+    "ask": "dtem.cli.ask",
     "models": "dtem.cli.models",
     "adapters": "dtem.cli.adapters",
     "average": "dtem.cli.average",

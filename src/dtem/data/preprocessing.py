@@ -19,6 +19,10 @@ def resolve_data_config(model: nn.Module) -> dict[str, Any]:
 
     merger = getattr(model, "dtem", None)
     host = merger.method.host if isinstance(merger, integrations.Merger) else integrations.find(model).describe(model)
+    if len(host.image) != 3:
+        raise DtemError(
+            f"{host.name} takes videos of {host.image[0]} frames, which dtem does not read: use your own loop"
+        )
     transformers = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
     if transformers and not hasattr(model, "pretrained_cfg"):
         raise DtemError(

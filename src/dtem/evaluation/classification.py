@@ -76,7 +76,7 @@ class ClassificationReport(EvaluationReport):
     outcomes: dict[str, Outcomes] = field(metadata={"json": False})
     against_tome: dict[tuple[str, str], Paired]
     """Every other method against ToMe at the same r, by method and r."""
-    image: tuple[int, int, int]
+    image: tuple[int, ...]
     """Channels, height and width of the input."""
     batch_size: int
     left_out: int

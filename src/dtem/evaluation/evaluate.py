@@ -117,6 +117,8 @@ def evaluate(
     settings = RunSettings(batch_size, workers, device, dtype, limit, None if out is None else Path(out), progress)
     setup = build(model, data, model_options, settings, features=knn is not None)
     task = task_of(setup.model)
+    if task == "answering":
+        raise DtemError(f"{setup.name} answers questions, for which dtem has no metric: take the model's own benchmark")
     _check_options(
         task,
         batch_size=batch_size,

@@ -19,7 +19,7 @@ METADATA = "dtem.json"
 """The entry of a .pt2 file that holds the metadata."""
 
 
-def trace(model: nn.Module, image: tuple[int, int, int]) -> ExportedProgram:
+def trace(model: nn.Module, image: tuple[int, ...]) -> ExportedProgram:
     """The graph of `model`, which is in eval mode, for images of this size in batches of any size. r is fixed."""
     weight = next(model.parameters())
     example = torch.zeros(2, *image, dtype=weight.dtype, device=weight.device)

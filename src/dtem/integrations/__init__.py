@@ -22,7 +22,10 @@ INTEGRATIONS = Registry(
         "hf_dinov3": "dtem.integrations.hf_dinov3:HfDinoV3",
         "hf_internvl": "dtem.integrations.hf_internvl:HfInternVL",
         "hf_siglip2": "dtem.integrations.hf_siglip2:HfSiglip2",
+        "hf_videomae": "dtem.integrations.hf_videomae:HfVideoMAE",
         "hf_vit": "dtem.integrations.hf_vit:HfVit",
+        "hf_vlm": "dtem.integrations.hf_vlm:HfVlm",
+        "hf_vlm_dense": "dtem.integrations.hf_vlm_dense:HfVlmDense",
         "segmenter": "dtem.integrations.segmenter:SegmenterIntegration",
         "timm_eva": "dtem.integrations.timm_eva:TimmEva",
         "timm_vit": "dtem.integrations.timm_vit:TimmVit",
@@ -37,15 +40,21 @@ ORIGINS = {
     "hf_internvl": "transformers",
     "hf_siglip": "transformers",
     "hf_siglip2": "transformers",
+    "hf_videomae": "transformers",
     "hf_vit": "transformers",
+    "hf_vlm": "transformers",
+    "hf_vlm_dense": "transformers",
     "segmenter": "dtem.models.segmenter",
     "timm_eva": "timm",
     "timm_vit": "timm",
 }
 """The package that the models of a built-in family are defined in. A family is imported only for such models."""
 SUPPORTED = {
-    "transformers": "transformers ViT, DeiT, DINOv2 (with registers), DINOv3, CLIP, SigLIP, SigLIP 2, AIMv2, "
-    "InternViT and GIT",
+    "transformers": (
+        "transformers ViT, DeiT, DINOv2 (with registers), DINOv3, CLIP, SigLIP, SigLIP 2, AIMv2, InternViT, GIT and "
+        "VideoMAE, and the vision-language models PaliGemma, LLaVA, LLaVA-NeXT, LLaVA-OneVision, Gemma 3, Idefics3 and "
+        "SmolVLM"
+    ),
     "dtem.models.segmenter": "Segmenter models of dtem.models.segmenter",
     "timm": "timm VisionTransformer (deit_*, vit_* including AugReg, MAE, DINOv2, CLIP and SigLIP) and Eva models "
     "(EVA-02, DINOv3, vit_*_rope_*, Perception Encoder)",

@@ -278,6 +278,8 @@ class Integration(ABC):
     """Names of the supported methods; None: all whose needs it provides."""
     methods_reason: ClassVar[str] = "where token features also hold positions"
     """Why other methods are not."""
+    fixed_length: ClassVar[bool] = False
+    """Whether all images must keep the same number of tokens, so that methods of variable length are refused."""
     shortcuts: ClassVar[bool] = False
     """Whether `patch(shortcut=True)` is supported."""
 
@@ -340,6 +342,7 @@ def run_blocks(
     on_block: Callable[[Tokens], None] | None = None,
     only_prefix: bool = False,
     real: Tensor | None = None,
+    track: bool = False,
 ) -> Tokens:
     """Run `blocks` (the first ones of the host, or all) with token reduction.
 
@@ -352,12 +355,13 @@ def run_blocks(
         on_block: called with the tokens after every block, which then have a source map.
         only_prefix: only the prefix is read of the result, so the last block may drop patches instead of merging.
         real: which tokens are no padding, (b, n); None: all.
+        track: keep a source map in soft mode too, where every patch keeps a token of its own.
     """
     method, prefix = merger.method, merger.method.host.prefix
     patches = x.shape[1] - prefix
     trace = merger.trace
     source = None
-    if (trace is not None or on_block is not None) and not method.soft:
+    if track or ((trace is not None or on_block is not None) and not method.soft):
         source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
     tokens = Tokens(x, source=source)
     if real is not None:

@@ -64,6 +64,8 @@ class MergingLayers(nn.ModuleList):
     """A plain attribute: the submodule is the model's `dtem`."""
     attention: ClassVar[str] = "self_attn"
     """Name of a layer's attention, which has k_proj and head_dim."""
+    stop: int | None = None
+    """While tokens are merged, only so many layers are run; None: all."""
 
     @abstractmethod
     def split_block(self, layer: Any) -> tuple[Attention, Mlp]:
@@ -77,17 +79,21 @@ class MergingLayers(nn.ModuleList):
         """Run all layers."""
         assert self.merger is not None
         width = x.shape[-1]
-        x, split_block, real = self.prepare(x, attention_mask, kwargs)
-        layers: list[Any] = list(self._modules.values())
+        prepared = self.prepare(x, attention_mask, kwargs)
+        layers: list[Any] = list(self._modules.values())[: self.stop]
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) or _is_recorded(name.removeprefix("output_"), layers[0]):
                 raise DtemError(f"{name} needs every token in its place, but tokens are merged; set handle.r = 0")
         self.merger.check_blocks(layers, self.attention)
+        return self.run_merging(self.merger, prepared, layers, width)
+
+    def run_merging(self, merger: Merger, prepared: "Prepared", layers: list[Any], width: int) -> Tensor:
+        """Run `layers` with merging. The result has the first `width` channels, and carries its token sizes."""
         checkpointing = layers[0].gradient_checkpointing
-        tokens = run_blocks(self.merger, x, layers, split_block, checkpointing, real=real)
-        self.merger.finish(tokens)
+        tokens = run_blocks(merger, prepared.x, layers, prepared.split_block, checkpointing, real=prepared.real)
+        merger.finish(tokens)
         features = tokens.x if tokens.x.shape[-1] == width else tokens.x[..., :width]
-        return with_sizes(features, tokens.size, self.merger.method.bias(tokens))
+        return with_sizes(features, tokens.size, merger.method.bias(tokens))
 
     def prepare(self, x: Tensor, attention_mask: Tensor | None, inputs: dict[str, Any]) -> "Prepared":
         """What `run_blocks` runs on, from what the host passes to each of its layers."""
@@ -276,7 +282,7 @@ class HfIntegration(Integration):
         headless = layout.pooling == "attention" and not getattr(encoder, "use_head", True)
         norms, biases = find_affine(model, self.affine_roots(model, layout))
         return HostSpec(
-            name=_name(model),
+            name=name_of(model),
             family=self.family,
             depth=config.num_hidden_layers,
             width=config.hidden_size,
@@ -368,7 +374,7 @@ def _image_size(config: Any) -> tuple[int, int]:
     return side, side
 
 
-def _name(model: Any) -> str:
+def name_of(model: Any) -> str:
     """The Hub id of the weights; the name of the class for a local folder or random weights."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
     return name if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.isdir(name) else type(model).__name__

@@ -4,7 +4,7 @@ GIT takes the number of image tokens from its config, for the loss and for masks
 `image_patch_tokens` of a decoder attention. Here it is the number of tokens from the vision encoder: in the forward
 that encodes the image, and in all later ones with the same cache. Positions of words do not depend on it.
 
-The decoder's attention to an image token can be proportional to its size: see `_decoder_bias`.
+The decoder's attention to an image token can be proportional to its size: see `decoder_bias`.
 """
 
 import contextlib
@@ -20,11 +20,10 @@ from transformers import Cache, GitForCausalLM, GitModel, GitVisionModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.git.modeling_git import GitEncoder, GitSelfAttention
 
-from dtem import ops
 from dtem.integrations.base import Merger
 from dtem.integrations.hf_base import HfIntegration, HostLayout, Merging, rebind, register_output_capture
 from dtem.integrations.hf_clip import ClipLayers
-from dtem.methods import Method
+from dtem.integrations.vlm_prompt import decoder_bias
 
 CACHE_ATTRIBUTE = "dtem_image_tokens"
 """Attribute of a key-value cache: the `ImageTokens` of its images."""
@@ -89,23 +88,8 @@ class GitVisionLayers(ClipLayers):
         state = _state.get()
         if state is not None:
             assert self.merger is not None
-            state.frames.append(ImageTokens(y.shape[1], _decoder_bias(self.merger.method, y.dtem_size)))
+            state.frames.append(ImageTokens(y.shape[1], decoder_bias(self.merger.method, y.dtem_size)))
         return y
-
-
-def _decoder_bias(method: Method, size: Tensor | None) -> Tensor | None:
-    """Attention bias of the decoder by image token: log sizes, or, with ``proportional=True``, none, as in the paper.
-
-    Without it, a partly merged token (soft mode) counts by its remaining size, so that training matches inference, and
-    padding (size 0) does not count.
-    """
-    if size is None:
-        return None
-    if method.proportional_decoder:
-        return ops.log_size(size)
-    if method.soft or not method.conserves_size:
-        return ops.log_size(size.clamp(max=1.0))
-    return None
 
 
 class MergingGitSelfAttention(GitSelfAttention):

@@ -22,6 +22,10 @@ class LogitsModel(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
+        inner = getattr(self.model, "model", None)  # of vision-language models
+        tower = getattr(inner, "vision_tower", None) or getattr(inner, "vision_model", None)
+        if isinstance(tower, nn.Module):
+            return _tower_tokens(tower, images).mean(dim=1)
         encoder: Any = getattr(getattr(self.model, "git", self.model), "image_encoder", self.model)  # of GIT
         inputs = as_patches(encoder, images) if isinstance(encoder, NAFLEX) else {"pixel_values": images}
         out = getattr(encoder, "get_image_features", encoder)(**inputs)
@@ -36,6 +40,17 @@ class LogitsModel(nn.Module):
         if any(hasattr(getattr(encoder, "embeddings", None), name) for name in CLASS_TOKENS):
             return hidden[:, 0]
         return size_weighted_mean(hidden, 0) if hasattr(hidden, "dtem_size") else hidden.mean(dim=1)
+
+
+def _tower_tokens(tower: Any, images: Tensor) -> Tensor:
+    """The output of the vision tower of a vision-language model."""
+    tokens: Tensor
+    if images.is_meta and hasattr(tower.embeddings, "num_patches_per_side"):  # it looks positions up by data
+        x = tower.embeddings.patch_embedding(images).flatten(2).transpose(1, 2)
+        tokens = tower.post_layernorm(tower.encoder(inputs_embeds=x).last_hidden_state)
+    else:
+        tokens = tower(pixel_values=images).last_hidden_state
+    return tokens
 
 
 def as_patches(model: Any, images: Tensor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dtem import ops
 from dtem.errors import DtemError
 from dtem.integrations import cpu_workspace, fast_block
 from dtem.integrations.base import Integration, Merger, checkpointed
-from dtem.integrations.recording import Trace
+from dtem.integrations.dense import Component, run_block
 from dtem.integrations.timm_block import attention_branch, mlp_branch
 from dtem.integrations.timm_vit import TimmVit
 from dtem.methods.affine import find_affine
@@ -85,7 +85,11 @@ class MergingSegmenter(Segmenter):
         plan = self.dtem.plan(x.shape[1] - encoder.num_prefix_tokens)
         merge_candidates: list[ops.MergeCandidates] = []
         for layer, (block, r) in enumerate(zip(encoder.blocks, plan, strict=True)):
-            step = functools.partial(run_block, method, layer, block, branches[layer], r, trace, merge_candidates)
+            own = branches[layer]
+            components = split_block(method, block, own)
+            step = functools.partial(
+                run_block, method, layer, components, r, trace, merge_candidates, in_place=own.in_place
+            )
             x = checkpointed(step, x) if checkpointing else step(x)
         self.dtem.finish(Tokens(x, carry={"merge_candidates": tuple(merge_candidates)}))
         return encoder.norm(x)
@@ -114,17 +118,8 @@ def split_branches(merger: Merger, blocks: Any, x: Tensor) -> list[Branches]:
     ]
 
 
-def run_block(
-    method: DenseMethod,
-    layer: int,
-    block: Any,
-    branches: Branches,
-    r: int,
-    trace: Trace | None,
-    merge_candidates: list[ops.MergeCandidates],
-    x: Tensor,
-) -> Tensor:
-    """One block, in the steps of `methods.dense`. Candidates of the Fisher loss are added to `merge_candidates`."""
+def split_block(method: DenseMethod, block: Any, branches: Branches) -> tuple[Component, Component]:
+    """Attention and MLP of a block, each with its norm."""
 
     def attention(grouped: Grouped) -> Tensor:
         return branches.attention(grouped.x, method.bias_of(grouped))
@@ -132,25 +127,4 @@ def run_block(
     def mlp(grouped: Grouped) -> Tensor:
         return branches.mlp(grouped.x)
 
-    components: tuple[tuple[nn.Module, Callable[[Grouped], Tensor]], ...]
-    components = (block.norm1, attention), (block.norm2, mlp)
-    for index, (norm, component) in enumerate(components):
-        grouped = method.group(2 * layer + index, norm(x), r)
-        if trace is not None:
-            trace.record(_recorded(method, grouped))
-        if grouped.candidates is not None:
-            merge_candidates.append(grouped.candidates)
-        y = method.ungroup(component(grouped), grouped)
-        x = y.add_(x) if branches.in_place else x + y
-    return x
-
-
-def _recorded(method: DenseMethod, grouped: Grouped) -> Tokens:
-    """The tokens that a trace records of one component, two of each block."""
-    x, size, matching, edges, _ = grouped
-    source = None
-    if matching is None:
-        source = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-    elif edges is None:
-        source = matching.source
-    return Tokens(x, size, None if source is None else source[:, method.host.prefix :])
+    return (block.norm1, attention), (block.norm2, mlp)

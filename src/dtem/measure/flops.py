@@ -32,8 +32,8 @@ class Count:
     paper: int
 
 
-def count(model: nn.Module, image: tuple[int, int, int]) -> Count:
-    """Count one forward of `model` on one image of shape (channels, height, width)."""
+def count(model: nn.Module, image: tuple[int, ...]) -> Count:
+    """Count one forward of `model` on one image of shape (channels, height, width), or a video (frames, …)."""
     counter = _Counter()
     logits_fn = integrations.as_logits_fn(model)
     # Not in inference mode, where composite operations reach the counter as one.

@@ -111,7 +111,11 @@ class SoftMethod(Method):
         if config.sparse:
             edges = ops.normalise_largest(edges, r)
         merged = ops.soft_merge(tokens.x, full_size(tokens), edges, r, prefix, tokens.excluded, config.exclude)
+        source = None
+        if tokens.source is not None:
+            source = ops.compose(tokens.source, ops.reordering(merged, prefix, tokens.excluded))
         if config.sparse:
             left = merged.x.shape[1] - r
-            return tokens.replace(x=merged.x[:, :left], size=merged.size[:, :left], source=None)
-        return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=None)
+            source = None if source is None else source.masked_fill(source >= left, -1)
+            return tokens.replace(x=merged.x[:, :left], size=merged.size[:, :left], source=source)
+        return tokens.replace(x=merged.x, size=merged.size, excluded=merged.excluded, source=source)

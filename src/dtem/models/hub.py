@@ -89,7 +89,10 @@ def create(
                 if options.get("num_classes") is not None and options.get("img_size") is None:
                     settings["ignore_mismatched_sizes"] = True  # a new head, as timm makes one
                 model = cls.from_pretrained(source, **settings) if pretrained else cls(config)
-                _add_preprocessing(model, source, revision, options.get("img_size"))
+                if cls.__name__.endswith("ForConditionalGeneration"):
+                    _add_processor(model, source, revision)
+                else:
+                    _add_preprocessing(model, source, revision, options.get("img_size"))
         except DtemError:
             raise
         except Exception as error:  # transformers and the Hub raise errors of every kind here
@@ -115,6 +118,17 @@ def _add_preprocessing(model: Any, source: str, revision: str | None, img_size: 
     if size[0] % patch or size[1] % patch:
         raise DtemError(f"img_size = {size[0]}x{size[1]} is not a multiple of the patch size, {patch}")
     model.dtem_image_size = size
+
+
+def _add_processor(model: Any, source: str, revision: str | None) -> None:
+    """`model.processor` of a vision-language model, if there is one, and `model.pretrained_cfg`, if it fits."""
+    transformers = require("transformers", "transformers")
+    try:
+        model.processor = transformers.AutoProcessor.from_pretrained(source, revision=revision or "main")
+    except Exception:  # transformers and the Hub raise errors of every kind; what needs it says that it is missing
+        return
+    with contextlib.suppress(DtemError):  # it cuts images into crops: there is no one shape
+        _add_preprocessing(model, source, revision, None)
 
 
 @contextlib.contextmanager

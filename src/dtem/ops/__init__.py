@@ -13,7 +13,7 @@ from dtem.ops.fisher import MergeCandidates, Moments, distance_embedding, fisher
 from dtem.ops.fused import fused_merge, fused_merge_op, is_fused_merge
 from dtem.ops.grouping import row_mass, soft_group
 from dtem.ops.matching import Matching, compose, cosine, limit, match, match_real, sides
-from dtem.ops.merging import SoftMerge, merge, normalise_largest, soft_merge, take, unmerge
+from dtem.ops.merging import SoftMerge, merge, normalise_largest, reordering, soft_merge, take, unmerge
 from dtem.ops.pruning import fuse, prune, pruned_source, sample
 from dtem.ops.squeezing import find_hosts, squeeze
 
@@ -50,6 +50,7 @@ __all__ = [
     "pool_sizes",
     "prune",
     "pruned_source",
+    "reordering",
     "row_mass",
     "sample",
     "sides",

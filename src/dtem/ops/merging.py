@@ -170,6 +170,15 @@ def soft_merge(
     )
 
 
+def reordering(merged: SoftMerge, prefix: int = 0, excluded: int = 0) -> Int[Tensor, "b n"]:
+    """Where each token of the input of a `soft_merge` is in its output. `excluded`: before the merge."""
+    batch, tokens, _ = merged.x.shape
+    here = positions(batch, tokens, merged.x.device)
+    (a, b), stop = sides(prefix), tokens - excluded
+    patches = torch.cat([here[:, a:stop:2], here[:, b:stop:2]], dim=1).gather(1, merged.order)
+    return here.scatter(1, patches, here[:, prefix:stop])
+
+
 def normalise_largest(edges: Float[Tensor, "b i j"], r: int) -> Float[Tensor, "b i j"]:
     """Normalise the r rows of largest mass to 1: E_ij ← E_ij / Σ_j E_ij there.
 

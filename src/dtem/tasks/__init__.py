@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-_FAMILIES = {"segmenter": "segmentation", "hf_git": "captioning"}
+_FAMILIES = {"segmenter": "segmentation", "hf_git": "captioning", "hf_vlm": "answering", "hf_vlm_dense": "answering"}
 
 
 def task_of(model: "nn.Module") -> str:

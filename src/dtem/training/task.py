@@ -199,6 +199,8 @@ def open_task(
     config: TrainConfig, model: nn.Module, accelerator: "Accelerator", source: Source | None = None
 ) -> TaskBase:
     """The task of `model`; the arguments are those of `TaskBase`."""
-    module, name = TASKS[task_of(model)].split(":")
+    if (kind := task_of(model)) not in TASKS:
+        raise DtemError(f"{type(model).__name__} is for {kind}, and dtem trains for: {', '.join(TASKS)}")
+    module, name = TASKS[kind].split(":")
     task: TaskBase = getattr(importlib.import_module(module), name)(config, model, accelerator, source)
     return task

@@ -255,6 +255,8 @@ def show(
             for handle in handles.values():
                 stack.enter_context(handle.at(r=r))
         if dense:
+            if (host := next(iter(handles.values())).host).family != "segmenter":
+                raise DtemError(f"{host.name} merges in every component and has no masks to show; choose another model")
             if mask is not None:
                 raise DtemError("mask is for classifiers: a Segmenter predicts the class of every pixel; leave it out")
             from dtem.visualise import segmentation

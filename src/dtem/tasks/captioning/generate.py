@@ -65,13 +65,14 @@ def caption(
         device: ``cpu`` or ``cuda``.
 
     Examples:
-        >>> handle = dtem.patch(dtem.create_model("hf:microsoft/git-base-coco"))
-        >>> caption(handle, ["photo.jpg"], r=(0, 13))
+        >>> handle = dtem.patch(dtem.create_model("hf:microsoft/git-base-coco"))  # doctest: +SKIP
+        >>> print(dtem.caption(handle, ["photo.jpg"], r=(0, 13)))  # doctest: +SKIP
     """
     handle = model if isinstance(model, Handle) else Handle(model)
     captioner: Any = handle.model
     if task_of(captioner) != "captioning" or not hasattr(captioner, "tokenizer"):
-        raise DtemError(f"{handle.host.name} is not a captioner with a tokenizer; try microsoft/git-base-coco")
+        other = "; dtem.ask asks vision-language models" if task_of(captioner) == "answering" else ""
+        raise DtemError(f"{handle.host.name} is not a captioner with a tokenizer; try microsoft/git-base-coco{other}")
     check_generation(captioner, num_beams, max_new_tokens)
     names = [str(image) if isinstance(image, str | os.PathLike) else f"image {i}" for i, image in enumerate(images)]
     opened = [open_image(image) for image in images]

@@ -1,0 +1,1 @@
+"""Questions about images, answered by vision-language models."""
