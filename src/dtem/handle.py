@@ -213,7 +213,7 @@ class Handle:
     @property
     def _stages(self) -> Collection[int] | None:
         """The blocks in which a budget may remove tokens; None: all."""
-        stages, first = self.method.stages, self.host.num_merge_blocks
+        stages, first = self.method.budget_blocks, self.host.num_merge_blocks
         if first is None:
             return stages
         return [layer for layer in (range(first) if stages is None else stages) if layer < first]

@@ -156,6 +156,11 @@ class Method(nn.Module):
         """The blocks in which the method can reduce tokens; None: all."""
         return None
 
+    @property
+    def budget_blocks(self) -> tuple[int, ...] | None:
+        """The blocks over which a budget is spread, though the method could reduce in others too; None: all."""
+        return self.stages
+
     def schedule(self) -> tuple[int, ...] | None:
         """The r of every block that the method has learned (``r = "learned"``); None: it learns none."""
         return None
