@@ -102,6 +102,13 @@ class HostSpec:
         return self.pooling == "dense"
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches, at the host's own image size."""
+        _, height, width = self.image
+        rows = max(1, round((self.patches * height / width) ** 0.5))
+        return rows, self.patches // rows
+
+    @property
     def provides(self) -> frozenset[str]:
         """Features of this model that not every model of its family has (see `Method.needs`)."""
         return frozenset({"class_token"} if self.class_token and self.prefix else ())

@@ -110,6 +110,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 """Options that change what a method guarantees: tested like methods, on FEW hosts."""
 
 EVERY_BLOCK: dict[str, Callable[[int], dict[str, object]]] = {
+    "algm": lambda depth: {"stages": tuple(range(depth))},
     "dtps": lambda depth: {"stages": tuple(range(depth))},
     "dynamicvit": lambda depth: {"stages": tuple(range(depth))},
 }
@@ -126,6 +127,9 @@ KINDRED = ("rope_mixed", "perception", "hf_aimv2", "hf_internvl")
 
 ON_EVERY_HOST = ("dtem", "tome")
 """Methods that are tested on every host; all others, with the same interface, on FEW hosts."""
+
+DENSE_ONLY = ("algm",)
+"""Methods that only models for dense prediction support."""
 
 
 @functools.cache
@@ -164,13 +168,14 @@ def images(name: str, batch: int = 2, seed: int = 0) -> Tensor:
 
 @functools.cache
 def built(method: str) -> methods.Method:
-    return patched("deit", method)[1].method
+    return patched("segmenter" if method in DENSE_ONLY else "deit", method)[1].method
 
 
 @functools.cache
 def form(name: str, method: str) -> type[methods.Method]:
     """The class of the method for this host: its dense variant for dense prediction."""
-    return methods.find(method, dense=True) if described(name).dense else type(built(method))
+    real, _ = VARIANTS.get(method, (method, {}))
+    return methods.find(real, dense=described(name).dense)
 
 
 @functools.cache
@@ -194,10 +199,11 @@ def provided(name: str) -> frozenset[str]:
 
 def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str, str]]:
     """Supported pairs of host and method, or the unsupported ones."""
+    some = {name: (*ON_EVERY_HOST, *(DENSE_ONLY if name == "segmenter" else ())) for name in HOSTS}
     return [
         (name, method)
         for name in names
-        for method in ([*METHODS, *VARIANTS] if name in FEW else ON_EVERY_HOST)
+        for method in ([*METHODS, *VARIANTS] if name in FEW else some[name])
         if (form(name, method).needs <= provided(name)) == fitting
     ]
 
@@ -230,7 +236,7 @@ def patch(model: nn.Module, method: str, r: object = R, **options: object) -> dt
     """`dtem.patch`, with the name of a method or of a variant."""
     real, settings = VARIANTS.get(method, (method, {}))
     if real in EVERY_BLOCK:
-        settings = {**EVERY_BLOCK[real](len(model.blocks)), **settings}
+        settings = {**EVERY_BLOCK[real](len(getattr(model, "encoder", model).blocks)), **settings}
     return dtem.patch(model, real, r, **{**settings, **options})
 
 

@@ -92,7 +92,9 @@ def test_half_of_the_patches_at_most() -> None:
 
 @pytest.mark.parametrize("method", ["evit", "diffrate"])
 def test_methods_without_a_dense_form_are_refused(method: str) -> None:
-    with pytest.raises(DtemError, match=f"'{method}' has no variant for dense prediction; choose one of: dtem, tome"):
+    with pytest.raises(
+        DtemError, match=f"'{method}' has no variant for dense prediction; choose one of: algm, dtem, tome"
+    ):
         dtem.patch(fresh("segmenter"), method)
 
 

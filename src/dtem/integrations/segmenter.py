@@ -1,6 +1,7 @@
 """Segmenter (`dtem.models.segmenter`): merging before attention and MLP of every encoder block, unmerging after each.
 
-The decoder needs every patch, so the computation inside attention and MLP is what merging saves.
+The decoder needs every patch, so the computation inside attention and MLP is what merging saves. Other methods (ALGM)
+merge between attention and MLP, as for a classifier, and every patch gets a copy of its token after the last block.
 """
 
 import dataclasses
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from dtem import ops
 from dtem.errors import DtemError
 from dtem.integrations import cpu_workspace, fast_block
-from dtem.integrations.base import Integration, Merger, checkpointed
+from dtem.integrations.base import Integration, Merger, checkpointed, run_blocks
 from dtem.integrations.dense import Component, run_block
 from dtem.integrations.timm_block import attention_branch, mlp_branch
-from dtem.integrations.timm_vit import TimmVit
+from dtem.integrations.timm_vit import TimmVit, full_grid, split_blocks
 from dtem.methods.affine import find_affine
 from dtem.methods.dense import DenseMethod, Grouped
 from dtem.models.segmenter import Segmenter
@@ -28,8 +29,8 @@ class SegmenterIntegration(Integration):
     """Integration of dtem's Segmenter, whose encoder is a VisionTransformer of timm."""
 
     family: ClassVar[str] = "segmenter"
-    provides: ClassVar[frozenset[str]] = frozenset({"input"})
-    supported: ClassVar[str] = "Segmenter models of dtem.models.segmenter (dense prediction: dtem and tome)"
+    provides: ClassVar[frozenset[str]] = frozenset({"input", "grid"})
+    supported: ClassVar[str] = "Segmenter models of dtem.models.segmenter (dense prediction: algm, dtem and tome)"
 
     def refusal(self, model: nn.Module) -> str | None:
         if not isinstance(model, Segmenter):
@@ -72,7 +73,6 @@ class MergingSegmenter(Segmenter):
         if not self.dtem.active and trace is None:
             return super().encode(images)
         method, encoder = self.dtem.method, self.encoder
-        assert isinstance(method, DenseMethod)
         self.dtem.check_blocks(encoder.blocks, "attn")
         if encoder.patch_embed.num_patches != method.host.patches:
             raise DtemError(
@@ -80,8 +80,12 @@ class MergingSegmenter(Segmenter):
                 "unpatch the Segmenter, call encoder.set_input_size, and patch it again"
             )
         x = self.embed(images)
-        branches = split_branches(self.dtem, encoder.blocks, x)
         checkpointing = encoder.grad_checkpointing and torch.is_grad_enabled()
+        if not isinstance(method, DenseMethod):
+            steps = split_blocks(self.dtem, encoder.blocks, x)
+            tokens = run_blocks(self.dtem, x, steps, lambda step: step, checkpointing, lambda tokens: None)
+            return full_grid(tokens.replace(x=encoder.norm(tokens.x)), encoder.num_prefix_tokens)
+        branches = split_branches(self.dtem, encoder.blocks, x)
         plan = self.dtem.plan(x.shape[1] - encoder.num_prefix_tokens)
         merge_candidates: list[ops.MergeCandidates] = []
         for layer, (block, r) in enumerate(zip(encoder.blocks, plan, strict=True)):

@@ -10,6 +10,7 @@ from dtem.registry import Registry
 METHODS = Registry(
     "method",
     {
+        "algm": "dtem.methods.algm:Algm",
         "ats": "dtem.methods.ats:Ats",
         "bat": "dtem.methods.bat:Bat",
         "diffrate": "dtem.methods.diffrate:DiffRate",
@@ -30,7 +31,11 @@ METHODS = Registry(
 )
 DENSE_METHODS = Registry(
     "method for dense prediction",
-    {"dtem": "dtem.methods.dense:DenseDtem", "tome": "dtem.methods.dense:DenseTome"},
+    {
+        "algm": "dtem.methods.algm:Algm",
+        "dtem": "dtem.methods.dense:DenseDtem",
+        "tome": "dtem.methods.dense:DenseTome",
+    },
     "dtem.dense_methods",
 )
 """Variants of methods for dense prediction (segmentation), where every patch is needed at the end."""

@@ -79,57 +79,69 @@ class Mctf(Method):
             return tokens
         size = full_size(tokens)
         informative = received_attention(taps, self.bias(tokens))
-        step = self._groups(tokens.carry["x"], informative, size, r)
+        step = fusion_groups(tokens.carry["x"], informative, size, r, self.host.prefix, self.config)
         left = tokens.x.shape[1] - r
         x = ops.pool(tokens.x, informative * size, step, left)
         source = None if tokens.source is None else ops.compose(tokens.source, step)
         return tokens.replace(x=x, size=ops.pool_sizes(size, step, left), source=source, carry={})
 
-    @torch.no_grad()
-    def _groups(
-        self, x: Float[Tensor, "b n c"], informative: Float[Tensor, "b n"], size: Float[Tensor, "b n"], r: int
-    ) -> Int[Tensor, "b n"]:
-        """For each token the index of its new token: prefix, A tokens that stay, B tokens that stay."""
-        batch, tokens, _ = x.shape
-        prefix = self.host.prefix
-        check_r(r, tokens - prefix)
-        to_b = r // 2 if self.config.bidirectional else r
-        to_a = r - to_b
-        attraction = self._attraction(x, informative, size)  # (b, i, j)
-        best, partner = attraction.max(dim=2)
-        order = torch.sort(best, dim=1, descending=True, stable=True).indices
-        gone_a, kept_a = order[:, :to_b], order[:, to_b:].sort(dim=1).values
+
+@torch.no_grad()
+def fusion_groups(
+    metric: Float[Tensor, "b n c"],
+    informative: Float[Tensor, "b n"],
+    size: Float[Tensor, "b n"],
+    r: int,
+    prefix: int,
+    config: MctfConfig,
+) -> Int[Tensor, "b n"]:
+    """For each token the index of its new token: prefix, A tokens that stay, B tokens that stay."""
+    batch, tokens, _ = metric.shape
+    check_r(r, tokens - prefix)
+    to_b = r // 2 if config.bidirectional else r
+    to_a = r - to_b
+    attraction = log_attraction(metric, informative, size, prefix, config)
+    best, partner = attraction.max(dim=2)
+    order = torch.sort(best, dim=1, descending=True, stable=True).indices
+    gone_a, kept_a = order[:, :to_b], order[:, to_b:].sort(dim=1).values
+    here = positions(batch, tokens, metric.device)
+    kept_b = back = here[:, : attraction.shape[2]]
+    if to_a:
         best, back = ops.take(attraction, kept_a).max(dim=1)
         order = torch.sort(best, dim=1, descending=True, stable=True).indices
         kept_b = order[:, to_a:].sort(dim=1).values
+    stay_a, stay_b = kept_a.shape[1], kept_b.shape[1]
+    new_b = (back + prefix).scatter(1, kept_b, here[:, prefix + stay_a : prefix + stay_a + stay_b])
+    new_a = torch.empty_like(partner).scatter(1, kept_a, here[:, prefix : prefix + stay_a])
+    new_a = new_a.scatter(1, gone_a, new_b.gather(1, partner.gather(1, gone_a)))
+    a, b = ops.sides(prefix)
+    step = here.clone()
+    step[:, a::2] = new_a
+    step[:, b::2] = new_b
+    return step
 
-        here = positions(batch, tokens, x.device)
-        stay_a, stay_b = kept_a.shape[1], kept_b.shape[1]
-        new_b = (back + prefix).scatter(1, kept_b, here[:, prefix + stay_a : prefix + stay_a + stay_b])
-        new_a = torch.empty_like(partner).scatter(1, kept_a, here[:, prefix : prefix + stay_a])
-        new_a = new_a.scatter(1, gone_a, new_b.gather(1, partner.gather(1, gone_a)))
-        a, b = ops.sides(prefix)
-        step = here.clone()
-        step[:, a::2] = new_a
-        step[:, b::2] = new_b
-        return step
 
-    def _attraction(
-        self, x: Float[Tensor, "b n c"], informative: Float[Tensor, "b n"], size: Float[Tensor, "b n"]
-    ) -> Float[Tensor, "b i j"]:
-        """log W of every A token with every B token."""
-        config, (a, b) = self.config, ops.sides(self.host.prefix)
-        with full_precision(x.device):
-            z = normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
-            log_attraction = torch.zeros((), dtype=z.dtype, device=x.device)
-            if config.tau_sim:
-                cosine = torch.bmm(z[:, a::2], z[:, b::2].mT)
-                log_attraction = ((cosine + 1) / 2).clamp(min=torch.finfo(z.dtype).tiny).log() / config.tau_sim
-            for tau, value in ((config.tau_info, informative), (config.tau_size, size)):
-                if tau:
-                    share = value.to(z.dtype).log() / tau
-                    log_attraction = log_attraction - share[:, a::2, None] - share[:, None, b::2]
-            return log_attraction.expand(len(x), z[:, a::2].shape[1], z[:, b::2].shape[1])
+def log_attraction(
+    metric: Float[Tensor, "b n c"],
+    informative: Float[Tensor, "b n"],
+    size: Float[Tensor, "b n"],
+    prefix: int,
+    config: MctfConfig,
+) -> Float[Tensor, "b i j"]:
+    """log W of every A token with every B token."""
+    a, b = ops.sides(prefix)
+    with full_precision(metric.device):
+        z = normalize(metric if metric.dtype == torch.float64 else metric.float(), dim=-1)
+        z_a, z_b = z[:, a::2], z[:, b::2]
+        total = z.new_zeros(len(z), z_a.shape[1], z_b.shape[1])
+        if config.tau_sim:
+            similarity = (torch.bmm(z_a, z_b.mT) + 1) / 2
+            total = similarity.clamp(min=torch.finfo(z.dtype).tiny).log() / config.tau_sim
+        for tau, value in ((config.tau_info, informative), (config.tau_size, size)):
+            if tau:
+                share = value.to(z.dtype).log() / tau
+                total = total - share[:, a::2, None] - share[:, None, b::2]
+        return total
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Predicted classes of a Segmenter on an image, and the patches that a component of it merged."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +209,11 @@ def show_segmentation(
 def _view(handle: Handle, x: Float[Tensor, "1 c h w"]) -> SegmentationView:
     with eval_mode(handle.model), handle.trace() as trace:
         predicted = predict(handle.model, x)[0].cpu().numpy()
-    return SegmentationView(str(handle.r), predicted, [source[0].cpu() for source in trace.sources])
+    sources = [source[0].cpu() for source in trace.sources]
+    if not handle.method.resets_each_block:  # one for each block, between its attention and its MLP
+        every = torch.arange(len(sources[0])) + handle.host.prefix
+        sources = [each for pair in itertools.pairwise([every, *sources]) for each in pair]
+    return SegmentationView(str(handle.r), predicted, sources)
 
 
 def numbered_classes(count: int) -> class_lists.Classes:

@@ -1,0 +1,230 @@
+"""Methods beside a frozen host, at equal GFLOPs on the same photographs: without training, and with norms of their own.
+
+python -m benchmarks.frozen --data DIR/val --weights FILE --norms pitome=FILE --norms mctf=FILE
+python -m benchmarks.frozen --data DIR/train --weights FILE --only tome,mctf,pitome,ppt --name frozen_train
+
+Budgets are ToMe's GFLOPs at r = 8, 13 and 16. `--norms METHOD=FILE` is an adapter of that method with learned norms
+(`dtem train --preset adapter --method METHOD --learn norms`); for DTEM the shipped adapter is taken, and
+`similarity_terms` are tried on it. DIR must hold photographs that no adapter has learned from, unless only methods
+without training run.
+
+Outcomes of each photograph lie in --work; a stopped run resumes, and what is there is not run again.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import dtem
+from benchmarks import common
+from benchmarks.norms import scores
+from benchmarks.similarity_terms import DtemWithProtection, DtemWithTerms, TermsConfig
+from dtem import schedule
+from dtem.evaluation.variants import file_name
+from dtem.handle import Handle
+from dtem.measure import flops, record
+from dtem.measure.statistics import mean_difference
+
+RATES = (8, 13, 16)
+"""r of ToMe, whose GFLOPs are the budgets."""
+METRICS = ("top1", "cross_entropy", "kl")
+UNTRAINED = ("mctf", "pitome", "ppt", "evit")
+TERMS: dict[str, dict[str, Any]] = {
+    "informativeness": {"tau_info": 20.0},
+    "class attention": {"tau_info": 20.0, "received": False},
+    "size": {"tau_size": 40.0},
+    "informativeness and size": {"tau_info": 20.0, "tau_size": 40.0},
+    "both directions": {"bidirectional": True},
+    "informed mean": {"informed_mean": True},
+    "all of MCTF": {"tau_info": 20.0, "tau_size": 40.0, "bidirectional": True, "informed_mean": True},
+}
+
+
+class Entry(NamedTuple):
+    """A variant: how it is made, and what it is compared with besides ToMe."""
+
+    make: Callable[[nn.Module], Handle]
+    learned: str
+    base: str | None = None
+    """The same method with one part less."""
+    every_block: bool = False
+    """Spread a budget over all blocks, not over the method's published ones."""
+    term: bool = False
+    """An experiment on DTEM's similarity."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, required=True)
+    add("--weights", type=Path, required=True)
+    add("--model", default="deit_tiny_patch16_224")
+    add("--norms", action="append", default=[], metavar="METHOD=FILE")
+    add("--only", help="these variants, with commas; default: all")
+    add(
+        "--r", default=",".join(map(str, RATES)), help="ToMe's r whose GFLOPs are the budgets; terms: the last one only"
+    )
+    add("--name", default="frozen", help="of the record")
+    add("--limit", type=int, help="this many photographs only (to try things out)")
+    add("--work", type=Path, default=Path("runs/frozen"))
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    entries = entries_of(dict(text.split("=", 1) for text in args.norms), args.model)
+    if args.only:
+        entries = {name: entries[name] for name in dict.fromkeys(["tome", *args.only.split(",")])}
+    work = args.work / args.name
+    data = record.data_hash(args.data)
+    common.check_settings(work, {"model": args.model, "limit": args.limit, "data": data})
+    limits = budgets(args)
+    last = dict([max(limits.items())])
+    rows = [
+        row
+        for name, entry in entries.items()
+        for row in evaluate(args, work, name, entry, last if entry.term else limits)
+    ]
+    results = {"model": args.model, "budgets": {str(r): limit for r, limit in limits.items()}}
+    results |= {"images": len(unmerged(args, work)), "rows": [reference(args, work), *compared(work, rows)]}
+    path = record.save(record.collect(args.name, results, data=data), args.out or common.RESULTS / f"{args.name}.json")
+    print(f"record: {path.name}")
+    return 0
+
+
+def entries_of(norms: dict[str, str], shipped: str) -> dict[str, Entry]:
+    """All variants by name."""
+    entries = {
+        name: Entry(lambda model, name=name: dtem.patch(model, name), "nothing") for name in ("tome", *UNTRAINED)
+    }
+    entries["ppt in every block"] = Entry(lambda model: dtem.patch(model, "ppt"), "nothing", every_block=True)
+    for name, file in norms.items():
+        load = lambda model, file=file: dtem.from_pretrained(file, model)  # noqa: E731
+        entries[f"{name} + norms"] = Entry(load, "norms", base=name)
+    embedded = lambda model: dtem.from_pretrained(shipped, model, norms=False)  # noqa: E731
+    whole = lambda model: dtem.from_pretrained(shipped, model)  # noqa: E731
+    entries["dtem"] = Entry(embedded, "embeddings")
+    entries["dtem + norms"] = Entry(whole, "embeddings and norms", base="dtem")
+    for name, options in TERMS.items():
+        make = lambda model, options=options: with_terms(whole(model), options)  # noqa: E731
+        entries[f"dtem + norms + {name}"] = Entry(make, "embeddings and norms", base="dtem + norms", term=True)
+    entries["dtem + norms + protection"] = Entry(
+        lambda model: protected(whole(model)), "embeddings and norms", base="dtem + norms", term=True
+    )
+    return entries
+
+
+def with_terms(handle: Handle, options: dict[str, Any]) -> Handle:
+    """The same embeddings and norms under another rule of choosing and fusing pairs."""
+    method = handle.method
+    method.__class__ = DtemWithTerms
+    method.config = TermsConfig(**{**vars(method.config), **options})
+    return handle
+
+
+def protected(handle: Handle) -> Handle:
+    handle.method.__class__ = DtemWithProtection
+    return handle
+
+
+def fresh(args: argparse.Namespace) -> nn.Module:
+    return dtem.create_model(args.model, weights=args.weights).eval()
+
+
+def budgets(args: argparse.Namespace) -> dict[int, float]:
+    """GFLOPs of ToMe at every r."""
+    handle = dtem.patch(fresh(args), "tome")
+    return {r: handle.gflops((r,) * handle.host.depth) for r in map(int, args.r.split(","))}
+
+
+@torch.inference_mode()
+def unmerged(args: argparse.Namespace, work: Path) -> Tensor:
+    """Log-probabilities of the unmerged model, (images, classes)."""
+    file = work / "unmerged.pt"
+    if not file.exists():
+        model = fresh(args)
+        batches = common.open_images(model, args.data, limit=args.limit).epoch(0)
+        store(torch.cat([model(batch.images).log_softmax(dim=1) for batch in batches]), file)
+    return torch.load(file, weights_only=True)
+
+
+def store(tensor: Tensor, file: Path) -> None:
+    part = file.with_suffix(".part")
+    torch.save(tensor, part)
+    part.replace(file)
+
+
+def evaluate(
+    args: argparse.Namespace, work: Path, name: str, entry: Entry, limits: dict[int, float]
+) -> list[dict[str, Any]]:
+    """One row per budget: the plan and its cost. The outcomes of every photograph go into `work`."""
+    handle, rows = entry.make(fresh(args)), []
+    for r, budget in limits.items():
+        plan = solve(handle, name, r, budget, entry.every_block)
+        file = work / f"{file_name(name, str(r))}.pt"
+        with handle.at(r=plan):
+            if not file.exists():
+                print(f"{name} at {budget:.3f} GFLOPs: r = {'/'.join(map(str, plan))}", file=sys.stderr, flush=True)
+                store(outcomes(args, work, handle), file)
+            count = flops.count(handle.model, handle.host.image)
+        row = {"variant": name, "method": handle.method.name, "learned": entry.learned, "base": entry.base, "r": r}
+        rows.append({**row, "plan": list(plan), "macs": count.macs, "paper": count.paper})
+    return rows
+
+
+def solve(handle: Handle, name: str, r: int, budget: float, every_block: bool) -> tuple[int, ...]:
+    """The plan that meets a budget."""
+    if name == "tome":
+        return schedule.clamp((r,) * handle.host.depth, handle.host.patches)
+    blocks = None if every_block else handle.method.budget_blocks
+    limit = schedule.Budget(budget)
+    return limit.solve(handle.host.patches, handle.host.depth, handle.gflops, blocks).values
+
+
+@torch.inference_mode()
+def outcomes(args: argparse.Namespace, work: Path, handle: Handle) -> Tensor:
+    """Of every photograph: 100 if right, cross-entropy, KL divergence from the unmerged model, (3, images)."""
+    whole, parts, start = unmerged(args, work), [], 0
+    for batch in common.open_images(handle.model, args.data, limit=args.limit).epoch(0):
+        stop = start + len(batch.images)
+        parts.append(scores(handle.model(batch.images).log_softmax(dim=1), whole[start:stop], batch.labels))
+        start = stop
+    return torch.cat(parts, dim=1).double()
+
+
+def reference(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """The row of the unmerged model."""
+    model, logs = fresh(args), unmerged(args, work)
+    labels = torch.cat([batch.labels for batch in common.open_images(model, args.data, limit=args.limit).epoch(0)])
+    count = flops.count(model, (3, 224, 224))
+    row = {"variant": "unmerged", "method": "none", "learned": "nothing", "base": None, "r": 0}
+    return {**row, "macs": count.macs, "paper": count.paper, **summary(scores(logs, logs, labels).double())}
+
+
+def summary(values: Tensor) -> dict[str, Any]:
+    return dict(zip(METRICS, values.mean(dim=1).tolist(), strict=True))
+
+
+def compared(work: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their means, and paired differences to ToMe and to the variant's base."""
+
+    def stored(name: str, r: int) -> Tensor:
+        return torch.load(work / f"{file_name(name, str(r))}.pt", weights_only=True)
+
+    for row in rows:
+        own = stored(row["variant"], row["r"])
+        row |= summary(own)
+        others = {"against_tome": "tome", "against_base": row["base"]}
+        for key, other in others.items():
+            if other is not None and other != row["variant"]:
+                change = own - stored(other, row["r"])
+                paired = [mean_difference(each) for each in change]
+                row[key] = {m: [d.value, d.low, d.high] for m, d in zip(METRICS, paired, strict=True)}
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(common.run(main))
