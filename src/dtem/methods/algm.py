@@ -97,7 +97,7 @@ def match_windows(x: Float[Tensor, "b n c"], r: int, grid: tuple[int, int], pref
     count, area = members.shape
     with full_precision(x.device):
         z = x[:, members.reshape(-1)]
-        z = normalize(z if z.dtype == torch.float64 else z.float(), dim=-1).unflatten(1, (count, area))
+        z = normalize(z if z.dtype == torch.float64 else z.float(), dim=-1).view(batch, count, area, -1)
         similarity = (z.sum(dim=2).square().sum(dim=2) - area) / (area * (area - 1))  # the mean over all pairs
     order = torch.sort(similarity, dim=1, descending=True, stable=True).indices
     chosen = members[order]  # (b, windows, 4)
