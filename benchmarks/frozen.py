@@ -12,6 +12,7 @@ Outcomes of each photograph lie in --work; a stopped run resumes, and what is th
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,13 +82,9 @@ def main() -> int:
     work = args.work / args.name
     data = record.data_hash(args.data)
     common.check_settings(work, {"model": args.model, "limit": args.limit, "data": data})
-    limits = budgets(args)
-    last = dict([max(limits.items())])
-    rows = [
-        row
-        for name, entry in entries.items()
-        for row in evaluate(args, work, name, entry, last if entry.term else limits)
-    ]
+    limits = dict(sorted(budgets(args).items(), reverse=True))
+    pairs = [(r, name) for r in limits for name, entry in entries.items() if not entry.term or r == max(limits)]
+    rows = [evaluate(args, work, name, entries[name], r, limits[r]) for r, name in pairs]
     results = {"model": args.model, "budgets": {str(r): limit for r, limit in limits.items()}}
     results |= {"images": len(unmerged(args, work)), "rows": [reference(args, work), *compared(work, rows)]}
     path = record.save(record.collect(args.name, results, data=data), args.out or common.RESULTS / f"{args.name}.json")
@@ -140,39 +137,52 @@ def budgets(args: argparse.Namespace) -> dict[int, float]:
     return {r: handle.gflops((r,) * handle.host.depth) for r in map(int, args.r.split(","))}
 
 
+@functools.cache
+def photographs(model: str, weights: Path, data: Path, limit: int | None) -> list[tuple[Tensor, Tensor]]:
+    """All batches, decoded once: images and labels."""
+    loader = common.open_images(dtem.create_model(model, weights=weights), data, limit=limit)
+    return [(batch.images, batch.labels) for batch in loader.epoch(0)]
+
+
 @torch.inference_mode()
 def unmerged(args: argparse.Namespace, work: Path) -> Tensor:
     """Log-probabilities of the unmerged model, (images, classes)."""
     file = work / "unmerged.pt"
     if not file.exists():
-        model = fresh(args)
-        batches = common.open_images(model, args.data, limit=args.limit).epoch(0)
-        store(torch.cat([model(batch.images).log_softmax(dim=1) for batch in batches]), file)
+        model, batches = fresh(args), photographs(args.model, args.weights, args.data, args.limit)
+        store(torch.cat([model(images).log_softmax(dim=1) for images, _ in batches]), file)
     return torch.load(file, weights_only=True)
 
 
-def store(tensor: Tensor, file: Path) -> None:
+def store(value: Any, file: Path) -> None:
     part = file.with_suffix(".part")
-    torch.save(tensor, part)
+    torch.save(value, part)
     part.replace(file)
 
 
-def evaluate(
-    args: argparse.Namespace, work: Path, name: str, entry: Entry, limits: dict[int, float]
-) -> list[dict[str, Any]]:
-    """One row per budget: the plan and its cost. The outcomes of every photograph go into `work`."""
-    handle, rows = entry.make(fresh(args)), []
-    for r, budget in limits.items():
-        plan = solve(handle, name, r, budget, entry.every_block)
-        file = work / f"{file_name(name, str(r))}.pt"
+def stored(work: Path, name: str, r: int) -> Path:
+    """The file of one variant at one budget: its plan, its cost, and the outcomes of every photograph."""
+    return work / f"{file_name(name, str(r))}.pt"
+
+
+def evaluate(args: argparse.Namespace, work: Path, name: str, entry: Entry, r: int, budget: float) -> dict[str, Any]:
+    """The plan and the cost of a variant at one budget. The outcomes of every photograph go into `work`."""
+    file = stored(work, name, r)
+    if not file.exists():
+        handle = entry.make(fresh(args))
+        base = stored(work, entry.base or "", r)
+        if entry.base and not entry.term and base.exists():  # norms cost nothing
+            plan = tuple(torch.load(base, weights_only=True)["about"]["plan"])
+        else:
+            plan = solve(handle, name, r, budget, entry.every_block)
+        print(f"{name} at {budget:.3f} GFLOPs: r = {'/'.join(map(str, plan))}", file=sys.stderr, flush=True)
         with handle.at(r=plan):
-            if not file.exists():
-                print(f"{name} at {budget:.3f} GFLOPs: r = {'/'.join(map(str, plan))}", file=sys.stderr, flush=True)
-                store(outcomes(args, work, handle), file)
             count = flops.count(handle.model, handle.host.image)
-        row = {"variant": name, "method": handle.method.name, "learned": entry.learned, "base": entry.base, "r": r}
-        rows.append({**row, "plan": list(plan), "macs": count.macs, "paper": count.paper})
-    return rows
+            costs = {"plan": list(plan), "macs": count.macs, "paper": count.paper}
+            about = {"method": handle.method.name, **costs}
+            store({"about": about, "outcomes": outcomes(args, work, handle)}, file)
+    about = torch.load(file, weights_only=True)["about"]
+    return {"variant": name, "learned": entry.learned, "base": entry.base, "r": r, **about}
 
 
 def solve(handle: Handle, name: str, r: int, budget: float, every_block: bool) -> tuple[int, ...]:
@@ -188,9 +198,9 @@ def solve(handle: Handle, name: str, r: int, budget: float, every_block: bool) -
 def outcomes(args: argparse.Namespace, work: Path, handle: Handle) -> Tensor:
     """Of every photograph: 100 if right, cross-entropy, KL divergence from the unmerged model, (3, images)."""
     whole, parts, start = unmerged(args, work), [], 0
-    for batch in common.open_images(handle.model, args.data, limit=args.limit).epoch(0):
-        stop = start + len(batch.images)
-        parts.append(scores(handle.model(batch.images).log_softmax(dim=1), whole[start:stop], batch.labels))
+    for images, labels in photographs(args.model, args.weights, args.data, args.limit):
+        stop = start + len(images)
+        parts.append(scores(handle.model(images).log_softmax(dim=1), whole[start:stop], labels))
         start = stop
     return torch.cat(parts, dim=1).double()
 
@@ -198,7 +208,7 @@ def outcomes(args: argparse.Namespace, work: Path, handle: Handle) -> Tensor:
 def reference(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The row of the unmerged model."""
     model, logs = fresh(args), unmerged(args, work)
-    labels = torch.cat([batch.labels for batch in common.open_images(model, args.data, limit=args.limit).epoch(0)])
+    labels = torch.cat([labels for _, labels in photographs(args.model, args.weights, args.data, args.limit)])
     count = flops.count(model, (3, 224, 224))
     row = {"variant": "unmerged", "method": "none", "learned": "nothing", "base": None, "r": 0}
     return {**row, "macs": count.macs, "paper": count.paper, **summary(scores(logs, logs, labels).double())}
@@ -211,16 +221,16 @@ def summary(values: Tensor) -> dict[str, Any]:
 def compared(work: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with their means, and paired differences to ToMe and to the variant's base."""
 
-    def stored(name: str, r: int) -> Tensor:
-        return torch.load(work / f"{file_name(name, str(r))}.pt", weights_only=True)
+    def read(name: str, r: int) -> Tensor:
+        return torch.load(stored(work, name, r), weights_only=True)["outcomes"]
 
     for row in rows:
-        own = stored(row["variant"], row["r"])
+        own = read(row["variant"], row["r"])
         row |= summary(own)
         others = {"against_tome": "tome", "against_base": row["base"]}
         for key, other in others.items():
-            if other is not None and other != row["variant"]:
-                change = own - stored(other, row["r"])
+            if other not in (None, row["variant"]) and stored(work, str(other), row["r"]).exists():
+                change = own - read(other, row["r"])
                 paired = [mean_difference(each) for each in change]
                 row[key] = {m: [d.value, d.low, d.high] for m, d in zip(METRICS, paired, strict=True)}
     return rows
