@@ -78,7 +78,7 @@ def test_algm_is_algm_written_out(plan):
 
 
 def test_defaults_are_the_published_blocks_and_a_budget_is_met_there():
-    handle = patched("segmenter", "algm", [9, 9, 0, 0])[1]
+    handle = dtem.patch(fresh("segmenter"), "algm", [9, 9, 0, 0])
     assert handle.method.stages == (0, DEPTH // 3)
     assert not handle.method.proportional
     with pytest.raises(dtem.DtemError, match="this method can in blocks 0, 1 only"):
