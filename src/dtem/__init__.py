@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtem.tasks.answering.ask import ask as ask
     from dtem.tasks.captioning.generate import caption as caption
     from dtem.training.train import train as train
+    from dtem.tuning.tune import tune as tune
     from dtem.visualise.show import show as show
 
 _PUBLIC = {
@@ -70,6 +71,7 @@ _PUBLIC = {
     "save_pretrained": "dtem.adapters.storage",
     "show": "dtem.visualise.show",
     "train": "dtem.training.train",
+    "tune": "dtem.tuning.tune",
 }
 
 __all__ = sorted(["__version__", *_PUBLIC])

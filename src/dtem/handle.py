@@ -15,7 +15,7 @@ from dtem import integrations, methods
 from dtem import schedule as schedules
 from dtem.errors import DtemError
 from dtem.integrations import AuxiliaryLosses, Merger, Trace
-from dtem.measure import flops
+from dtem.measure import flops, tuned
 from dtem.methods import Config, Method
 from dtem.methods.base import check_soft_pooling
 from dtem.types import HostSpec
@@ -140,6 +140,10 @@ class Handle:
         schedules.check(parsed, self.host.patches, self.host.depth, self.method.stages)
         if isinstance(parsed, schedules.Budget):
             parsed = self._solve(parsed)
+        elif isinstance(parsed, schedules.Latency):
+            parsed = tuned.solve_latency(self.model, parsed, self.stages)
+        elif isinstance(parsed, schedules.Tuned):
+            parsed = schedules.PerLayer(tuned.tuned_plan(self.model).plan)
         elif isinstance(parsed, schedules.Learned):
             parsed = self._learned()
         self.merger.schedule = parsed
@@ -208,11 +212,11 @@ class Handle:
 
     def _solve(self, budget: schedules.Budget) -> schedules.PerLayer:
         resets = self.method.resets_each_block
-        return budget.solve(self.host.patches, self.host.depth, self.gflops, self._stages, resets)
+        return budget.solve(self.host.patches, self.host.depth, self.gflops, self.stages, resets)
 
     @property
-    def _stages(self) -> Collection[int] | None:
-        """The blocks in which a budget may remove tokens; None: all."""
+    def stages(self) -> Collection[int] | None:
+        """The blocks in which a budget or a tuned plan may remove tokens; None: all."""
         stages, first = self.method.budget_blocks, self.host.num_merge_blocks
         if first is None:
             return stages

@@ -7,12 +7,16 @@
 | one r per block | ``[16, 16, 8, 0]`` | ``16/16/8/0`` |
 | a share of the remaining patches | ``0.2`` | ``20%`` or ``0.2`` |
 | as few as meet a budget of GFLOPs (MACs) | ``"2.5G"`` | ``2.5G`` |
+| as few as reach a time of a batch here, measured by `dtem.tune` | ``"12ms"``, ``"40ms@16"`` (batch 16) | ``12ms`` |
+| as few as reach a speed-up here, measured by `dtem.tune` | ``"1.8x"``, ``"1.8x@16"`` | ``1.8x`` |
+| the plan that `dtem.tune` chose, kept in the adapter file | ``"tuned"`` | ``tuned`` |
 | learned by the method (DiffRate) | ``"learned"`` | ``learned`` |
 """
 
 import bisect
 import math
 import numbers
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +25,7 @@ from dtem.errors import DtemError
 
 FORMS = (
     "16 (every block), 16@-0.5 (inflected), 16/16/8/0 (one per block), 20% (share of the remaining patches), "
-    "2.5G (budget), learned (by the method)"
+    "2.5G (budget), 12ms or 1.8x (measured by dtem tune), tuned (in the adapter), learned (by the method)"
 )
 
 
@@ -130,15 +134,12 @@ class Budget:
             at: the blocks that may remove tokens; None: all.
             resets_each_block: as in `clamp`.
         """
-        most = patches // 2
         blocks = sorted(range(depth) if at is None else at)
+        high = (patches // 2) * len(blocks)
 
         def plan(total: int) -> tuple[int, ...]:
-            every, extra = divmod(total, len(blocks))
-            rates = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
-            return clamp([rates.get(layer, 0) for layer in range(depth)], patches, resets_each_block)
+            return even_plan(total, patches, depth, blocks, resets_each_block)
 
-        high = most * len(blocks)
         unmerged = cost(plan(0))
         if unmerged < self.gflops:
             raise DtemError(
@@ -154,6 +155,73 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{self.gflops!r}G"
+
+
+def even_plan(
+    total: int, patches: int, depth: int, blocks: Sequence[int], resets_each_block: bool = False
+) -> tuple[int, ...]:
+    """A plan that removes `total` tokens: r in each of `blocks`, and r + 1 in the first few."""
+    every, extra = divmod(total, len(blocks))
+    rates = {layer: every + (index < extra) for index, layer in enumerate(blocks)}
+    return clamp([rates.get(layer, 0) for layer in range(depth)], patches, resets_each_block)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The least merging that reaches a time of one batch, in milliseconds, or a speed-up over the unmerged model."""
+
+    value: float
+    unit: str
+    """``ms`` or ``x``."""
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and self.value > (self.unit == "x")):
+            example = "a speed-up above 1, such as 1.8x" if self.unit == "x" else "a positive time, such as 12ms"
+            raise DtemError(f"{self} cannot be reached; give {example}")
+        if self.batch < 1:
+            raise DtemError(f"{self}: the batch size behind @ must be 1 or more")
+
+    def limit(self, unmerged: float) -> float:
+        """Seconds of a batch; `unmerged` is what the unmerged model takes."""
+        return unmerged / self.value if self.unit == "x" else self.value / 1000
+
+    def solve(
+        self,
+        patches: int,
+        depth: int,
+        seconds: Callable[[tuple[int, ...]], float],
+        at: Collection[int] | None = None,
+        resets_each_block: bool = False,
+    ) -> PerLayer:
+        """The plan with the fewest removed tokens that takes no longer, spread evenly as by `Budget.solve`."""
+        blocks = sorted(range(depth) if at is None else at)
+        plans = [even_plan(n, patches, depth, blocks, resets_each_block) for n in range(patches // 2 * len(blocks) + 1)]
+        unmerged = seconds(plans[0])
+        limit = self.limit(unmerged)
+        if unmerged <= limit:
+            raise DtemError(
+                f"{self}: the unmerged model takes {1000 * unmerged:.3g} ms already; nothing would be merged"
+            )
+        for plan in plans[1:]:
+            if seconds(plan) <= limit:
+                return PerLayer(plan)
+        fastest = min(map(seconds, plans))
+        raise DtemError(
+            f"{self} cannot be reached: merging all it can takes {1000 * fastest:.3g} ms, {unmerged / fastest:.2f} "
+            "times as fast as unmerged"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.unit}" + (f"@{self.batch}" if self.batch != 1 else "")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The plan that `dtem.tune` chose for this model. A handle turns it into one r per block."""
+
+    def __str__(self) -> str:
+        return "tuned"
 
 
 def check_stages(blocks: Collection[int], depth: int, share: float = 1.0) -> None:
@@ -188,7 +256,7 @@ class Learned:
 
 BlockRates = Constant | Inflected | PerLayer | Ratio | Front
 """Schedules that give the r of every block without a model."""
-Schedule = BlockRates | Budget | Learned
+Schedule = BlockRates | Budget | Latency | Tuned | Learned
 
 
 def parse(spec: object) -> Schedule:
@@ -238,9 +306,11 @@ def _python_number(value: Any) -> Any:
 
 def _parse_text(text: str) -> Schedule:
     body = text.strip()
-    if body == "learned":
-        return Learned()
+    if body in ("learned", "tuned"):
+        return Learned() if body == "learned" else Tuned()
     try:
+        if match := re.fullmatch(r"([^@]+?)(ms|x)(?:@(\d+))?", body):
+            return Latency(float(match[1]), match[2], int(match[3] or 1))
         if body.endswith("%"):
             return Ratio(float(body[:-1]) / 100)
         if body[-1:] in ("G", "g"):
@@ -274,7 +344,7 @@ def resolve(schedule: Schedule, patches: int, depth: int, resets_each_block: boo
     """The r of every block for an image of `patches` patches. `resets_each_block` as in `clamp`."""
     if isinstance(schedule, Budget):
         raise DtemError(f"the budget {schedule} must be solved for a host first (dtem.patch does that)")
-    if isinstance(schedule, Learned):
+    if isinstance(schedule, Latency | Tuned | Learned):
         raise DtemError(f"the schedule {schedule} must be resolved by a handle first (dtem.patch does that)")
     return clamp(schedule.per_block(depth), patches, resets_each_block)
 
@@ -288,7 +358,7 @@ def for_first_blocks(schedule: Schedule, blocks: int | None) -> Schedule:
 
 def check(schedule: Schedule, patches: int, depth: int, at: Collection[int] | None = None) -> None:
     """Refuse a schedule that removes more than half of all patches in one block, or tokens outside the blocks `at`."""
-    if isinstance(schedule, Budget | Learned):
+    if isinstance(schedule, Budget | Latency | Tuned | Learned):
         return
     rates = schedule.per_block(depth)
     outside = [layer for layer, r in enumerate(rates) if r and at is not None and layer not in at]

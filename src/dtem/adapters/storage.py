@@ -27,6 +27,7 @@ from dtem.adapters.locate import CONFIG, FILE, Source, locate
 from dtem.errors import DtemError
 from dtem.files import write_file
 from dtem.handle import Handle, patch
+from dtem.measure.tuned import TunedPlan
 from dtem.types import HostSpec
 
 Shapes = dict[str, tuple[torch.Size, bool]]
@@ -124,7 +125,7 @@ def from_pretrained(
         source: a file, a folder that `save_pretrained` wrote, a shipped name, or a Hub id, ``owner/name`` or
             ``owner/name@revision``.
         model: an unpatched model of the kind that the adapter was made for.
-        r: any schedule of `dtem.schedule`; None: the one in the file.
+        r: any schedule of `dtem.schedule`; None: the one in the file; "tuned": the plan of `dtem.tune` in the file.
         revision: branch, tag or commit of the Hub repository.
         options: settings of `dtem.patch` or the method to change, as far as the trained parts keep their shapes;
             ``norms=False`` uses the embeddings alone.
@@ -143,6 +144,7 @@ def from_pretrained(
         _check_host(header["host"], _describe(model, host))
         shapes = _shapes(header["method"], host, header["options"])
         _check_tensors(tensors, shapes)
+        tuned = TunedPlan.from_dict(header["tuned"], host.depth) if "tuned" in header else None
         if r is None:
             r = schedules.parse(header["schedule"])
             schedules.check(r, host.patches, host.depth)
@@ -157,6 +159,7 @@ def from_pretrained(
     try:
         handle.method.load_state_dict(tensors)
         handle.merger.mark_stored()
+        handle.merger.tuned = tuned
         handle.r = r  # only now: the schedule may be one that was learned
     except BaseException:
         handle.unpatch()
@@ -233,6 +236,7 @@ def _header(handle: Handle, trained_r: object, notes: Mapping[str, str]) -> Head
         "trained_r": None if trained_r is None else str(schedules.parse(trained_r)),
         "schedule": str(handle.merger.schedule),
         "notes": _revision_note(handle.model) | dict(notes),
+        **({} if handle.merger.tuned is None else {"tuned": handle.merger.tuned.to_dict()}),
     }
 
 

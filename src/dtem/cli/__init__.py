@@ -24,6 +24,7 @@ VERBS = {
     "train": "dtem.cli.train",
     "eval": "dtem.cli.eval",
     "compare": "dtem.cli.compare",
+    "tune": "dtem.cli.tune",
     "predict": "dtem.cli.predict",
     "export": "dtem.cli.export",
     "show": "dtem.cli.show",

@@ -1,9 +1,8 @@
 """`benchmark`: throughput, speed-up and peak memory of merging against the unmerged model, in one run."""
 
-import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -141,7 +140,7 @@ def benchmark(
     macs = {name: flops.count(variant, first.host.image).macs for name, variant in models.items()}
     rows = []
     bar = progress_bar(len(sizes) * (rounds + warmup), "timing", "round", show=progress)
-    with _threads(threads), bar as advance:
+    with throughput.cpu_threads(threads), bar as advance:
         forwards: dict[str, throughput.Forward] = {}
         for size in sizes:
             images = torch.randn(size, *first.host.image, generator=torch.Generator().manual_seed(seed))
@@ -191,17 +190,6 @@ def _check(
     check_device(device)
     if threads is not None and threads < 1:
         raise DtemError(f"threads = {threads} must be 1 or more")
-
-
-@contextlib.contextmanager
-def _threads(threads: int | None) -> Iterator[None]:
-    """That many CPU threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _variants(

@@ -6,7 +6,7 @@ import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from dtem import schedule as schedules
 from dtem.errors import DtemError
 from dtem.integrations.recording import AuxiliaryLosses, Recorders, Trace, current_recorder, recording
+from dtem.integrations.replay import Replay
 from dtem.methods import Method
 from dtem.types import HostSpec, Taps, Tokens
+
+if TYPE_CHECKING:
+    from dtem.measure.tuned import TunedPlan
 
 Attention = Callable[[Tensor, Tensor | None], tuple[Tensor, Taps]]
 """(x, bias by key) -> x with the attention residual added, and the taps."""
@@ -44,6 +48,10 @@ class Merger(nn.Module):
         """Whether a state dict is being loaded into the model now, not into its encoder alone."""
         self.awaits_weights = False
         """Whether the model was patched on the meta device, so that the method is not initialised yet."""
+        self.tuned: TunedPlan | None = None
+        """The plan that `dtem.tune` chose, or that came with the adapter."""
+        self.replay: Replay | None = None
+        """Set while plans are compared (`tuning.search`)."""
         self._warned_of: set[str] = set()
         self.mark_untrained()
         self._traces: Recorders[Trace] = {}
@@ -53,7 +61,7 @@ class Merger(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model is not being recorded."""
-        return {**self.__dict__, "_traces": {}, "_losses": {}, "fast_blocks": None}
+        return {**self.__dict__, "_traces": {}, "_losses": {}, "fast_blocks": None, "replay": None}
 
     def change_host(self, model: nn.Module, **changes: Any) -> None:
         """Update what the method knows of the host, and check or solve r for it again."""
@@ -363,11 +371,16 @@ def run_blocks(
     source = None
     if track or ((trace is not None or on_block is not None) and not method.soft):
         source = torch.arange(prefix, prefix + patches, device=x.device).expand(x.shape[0], -1)
-    tokens = Tokens(x, source=source)
+    tokens, replay = Tokens(x, source=source), merger.replay
     if real is not None:
         source = None if source is None else source.masked_fill(~real[:, prefix:], -1)
         tokens = tokens.replace(size=real.float(), source=source, padded=True)
+    first = 0
+    if replay is not None and replay.tokens is not None:
+        tokens, first = replay.tokens, replay.start
     for layer, (block, r) in enumerate(zip(blocks, merger.plan(patches), strict=False)):
+        if layer < first:
+            continue
         attention, mlp = split_block(block)
         if checkpointing and torch.is_grad_enabled():
             step = functools.partial(run_block, method, layer, r=r, attention=attention, mlp=mlp)
@@ -375,6 +388,8 @@ def run_blocks(
         else:
             unread = only_prefix and trace is None and layer == method.host.depth - 1
             tokens = run_block(method, layer, tokens, r, attention, mlp, unread)
+        if replay is not None:
+            replay.after.append(tokens)
         if trace is not None:
             trace.record(tokens)
         if on_block is not None:

@@ -78,7 +78,7 @@ def collect(
         },
         seed=seed,
         data=data,
-        machine=_machine(),
+        machine=machine(),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         revisions=dict(hub.loaded),
     )
@@ -170,7 +170,8 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """CPU, cores, threads, GPU and operating system, without names."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

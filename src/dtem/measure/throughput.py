@@ -6,10 +6,11 @@ round, so that no variant always follows the same one. What is reported is the m
 ratio of two separate runs would mostly measure the drift.
 """
 
+import contextlib
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,19 @@ def spread(values: list[float]) -> Spread:
     if len(values) > 1:
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median, low, high, min(values), max(values))
+
+
+@contextlib.contextmanager
+def cpu_threads(threads: int | None) -> Iterator[None]:
+    """That many CPU threads for a while; None: as they are."""
+    if threads is not None and threads < 1:
+        raise DtemError(f"threads = {threads} must be 1 or more")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _synchronise(batch: Tensor) -> None:
