@@ -227,3 +227,12 @@ def test_headless_features_are_the_mean_of_the_full_grid():
 def test_backbones_of_dinov3_are_refused():
     with pytest.raises(dtem.DtemError, match="every patch in its place"):
         dtem.patch(tiny("DINOv3ViTBackbone")())
+
+
+def test_internvl_itself_is_refused_with_the_way_out():
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text |= {"vocab_size": 99, "num_key_value_heads": 2, "pad_token_id": 0, "model_type": "qwen2"}
+    vision = {**SIZES, "image_size": [32, 32], "patch_size": [4, 4]}
+    config = hf.InternVLConfig(vision_config=vision, text_config=text, image_token_id=5)
+    with pytest.raises(dtem.DtemError, match=r"pixel shuffle.*InternVLVisionModel"):
+        dtem.patch(hf.InternVLForConditionalGeneration(config))

@@ -15,12 +15,12 @@ from dtem.registry import Registry
 INTEGRATIONS = Registry(
     "host family",
     {
-        "hf_clip": "dtem.integrations.hf_clip:HfClip",
-        "hf_git": "dtem.integrations.hf_git:HfGit",
-        "hf_siglip": "dtem.integrations.hf_clip:HfSiglip",
         "hf_aimv2": "dtem.integrations.hf_aimv2:HfAimv2",
+        "hf_clip": "dtem.integrations.hf_clip:HfClip",
         "hf_dinov3": "dtem.integrations.hf_dinov3:HfDinoV3",
+        "hf_git": "dtem.integrations.hf_git:HfGit",
         "hf_internvl": "dtem.integrations.hf_internvl:HfInternVL",
+        "hf_siglip": "dtem.integrations.hf_clip:HfSiglip",
         "hf_siglip2": "dtem.integrations.hf_siglip2:HfSiglip2",
         "hf_videomae": "dtem.integrations.hf_videomae:HfVideoMAE",
         "hf_vit": "dtem.integrations.hf_vit:HfVit",
@@ -67,6 +67,10 @@ REFUSED = {
     ("vision_transformer_sam", "sam", "sam_hq"): (
         "its attention works in windows of neighbouring patches, and adds a bias for the relative position of two "
         "patches; merged patches have no window and several positions"
+    ),
+    ("internvl",): (
+        "it takes neighbouring patches together after its vision encoder (pixel shuffle), which needs the whole grid; "
+        "the encoder alone can be patched: load it as InternVLVisionModel"
     ),
 }
 """Why models of these modules of timm and transformers cannot be supported."""
@@ -159,13 +163,14 @@ def find(model: nn.Module) -> Integration:
             raise DtemError(f"{type(model).__name__} is not supported: {reason}. Supported: {listed}")
         if origin is None:
             supported.append(listed)
-    for name, module in model.named_modules():
+    refused = _refusal_by_module(model)
+    for name, module in model.named_modules() if refused is None else ():
         if name and type(module).__module__.startswith(tuple(ORIGINS.values())) and _is_supported(module):
             raise DtemError(
                 f"{type(model).__name__} is not a model that dtem knows, but it holds one: patch "
                 f"model.get_submodule({name!r}), a {type(module).__name__}"
             )
-    reason = _position_dependence(model)
+    reason = refused or _position_dependence(model)
     why = f": {reason}" if reason else ""
     raise DtemError(f"{type(model).__name__} is not supported{why}. Supported: {'; '.join(supported)}")
 
@@ -178,12 +183,14 @@ def _is_supported(module: nn.Module) -> bool:
     return True
 
 
+def _refusal_by_module(model: nn.Module) -> str | None:
+    """Why the models of this one's module cannot be supported (`REFUSED`)."""
+    places = {part for cls in type(model).__mro__ for part in cls.__module__.split(".")}
+    return next((reason for names, reason in REFUSED.items() if places & set(names)), None)
+
+
 def _position_dependence(model: nn.Module) -> str | None:
     """Why a model of no known family cannot be supported: its attention depends on patch positions."""
-    places = {part for cls in type(model).__mro__ for part in cls.__module__.split(".")}
-    for names, reason in REFUSED.items():
-        if places & set(names):
-            return reason
     windowed = [module for module in model.modules() if getattr(module, "window_size", None) is not None]
     if any("Window" in type(module).__name__ or hasattr(module, "shift_size") for module in windowed):
         return "its attention works in windows of neighbouring patches, and merged patches have no window"
