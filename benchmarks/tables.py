@@ -295,6 +295,21 @@ def export_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def tuning(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Constant r and the plan that was tuned for its time, side by side."""
+    heads = ["constant r", "ms", "speed-up", "KL", "tuned plan", "ms", "speed-up", "KL", "difference of KL (95 %)"]
+    table = [["model", "batch", *heads]]
+    for row in rows:
+        line = [NAMES[row["model"]], str(row["batch"]), str(row["r"])]
+        for kind in ("constant", "tuned"):
+            own = row[kind]
+            line += ["/".join(map(str, own["plan"]))] if kind == "tuned" else []
+            line += [f"{own['milliseconds']:.2f}", common.spread(own["speedup"]), f"{own['kl']:.4f}"]
+        low, high = row["kl_interval"]
+        table.append([*line, f"{row['kl_difference']:+.4f} ({low:+.4f} … {high:+.4f})"])
+    return table
+
+
 def composition(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Unmerged and merged side by side, by engine and precision."""
     table = [["engine", "precision", "r", "top-1 %", "cross-entropy", "drift (KL)", "groups changed", "speed-up"]]
@@ -359,6 +374,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "precision": ("precision", precision),
     "export-speed": ("export_speed", export_speed),
     "composition": ("composition", composition),
+    "tuning": ("tuning", tuning),
     "captioning": ("captioning", captioning),
     "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),

@@ -1,5 +1,6 @@
 """`dtem.tune`: what the search finds, what is stored, and what is refused. Costs are made up: nothing here is timed."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -160,6 +161,8 @@ def test_a_tuned_plan_is_no_worse_and_goes_with_the_adapter(tmp_path: Path) -> N
     assert tuned.test_divergence > 0
     for text in ("by block", "KL, unused images", tuned.text):
         assert text in str(report)
+    assert "which is poor" not in str(report)
+    assert "which is poor: it was busy" in str(dataclasses.replace(report, table_error=0.3))
     json.dumps(report.to_dict())
     handle.save_pretrained(tmp_path / "a.safetensors")
     again = dtem.from_pretrained(tmp_path / "a.safetensors", tiny(), r="tuned")

@@ -9,6 +9,9 @@ from dtem.measure.throughput import Spread
 from dtem.schedule import PerLayer
 from dtem.tables import Report, Table, spread
 
+POOR_FIT = 0.1
+"""Relative error of fitted costs from which on the report warns."""
+
 
 @dataclass(frozen=True)
 class TuneRow:
@@ -75,10 +78,12 @@ class TuneReport(Report):
     def parts(self) -> list[Table | str]:
         where = f"{self.engine}, {self.dtype}, batch {self.batch}, threads: {self.threads}"
         title = f"{self.model}, {self.method}, {where}"
+        fit = f"the costs of this machine are fitted to {100 * self.table_error:.1f} %"
+        if self.table_error > POOR_FIT:
+            fit += ", which is poor: it was busy. Measure again on an idle one (refresh=True)"
         if not self.rows:
             cells = [[r, f"{time:.2f}"] for r, time in self.constant_milliseconds.items()]
-            note = f"costs measured, fitted to {100 * self.table_error:.1f} %: r = '12ms' and r = '1.8x' work now"
-            return [Table(title, ["r", "ms"], cells), note]
+            return [Table(title, ["r", "ms"], cells), fit, "r = '12ms' and r = '1.8x' work now"]
         others = any(row.test_divergence is not None for row in self.rows)
         columns = ["plan", "r by block", "ms", "(predicted)", "speed-up (quartiles)", f"{self.divergence}"]
         cells = []
@@ -95,7 +100,7 @@ class TuneReport(Report):
         if self.target is not None:
             parts.append(self._blocks())
             parts.append(f"r = {self.rows[-1].text}")
-        return parts
+        return [*parts, fit]
 
     def _blocks(self) -> Table:
         """Tokens and milliseconds by block, of the constant and the tuned plan."""
