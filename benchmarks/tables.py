@@ -154,6 +154,23 @@ def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def vlm_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [
+        ["variant", "tokens", "tower", "first word", "words/s", "peak memory", "cache", "first word against dropping"]
+    ]
+    for row in rows:
+        name = row["variant"] if row["variant"] == "unmerged" else f"{row['variant']}, r = {row['r']}"
+        if row["variant"] == "dropped":
+            name = f"dropped after the tower, as r = {row['r']}"
+        times = [
+            f"{row[f'{part}_seconds']:.2f} s, {common.spread(row[f'{part}_speedup'])}" for part in ("tower", "first")
+        ]
+        against = common.spread(row["first_against_dropped"]) if "first_against_dropped" in row else ""
+        memory = [f"{row['peak_bytes'] / 1e6:.0f} MB", f"{row['cache_bytes'] / 1e6:.1f} MB"]
+        table.append([name, str(row["tokens"]), *times, f"{1 / row['word_seconds']:.1f}", *memory, against])
+    return table
+
+
 def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["method", "ratio", "mIoU", "by seed", "against ToMe", "pixels", "GMACs", "im/s, one core"]]
     for row in rows:
@@ -378,6 +395,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "captioning": ("captioning", captioning),
     "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),
+    "vlm-speed-224": ("vlm_speed_224", vlm_speed),
+    "vlm-speed-448": ("vlm_speed_448", vlm_speed),
     "segmentation": ("segmentation_proof", segmentation),
     "card-deit-tiny": ("norms_deit_tiny_patch16_224", card),
     "card-augreg-tiny": ("norms_vit_tiny_patch16_224", card),

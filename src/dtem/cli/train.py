@@ -29,7 +29,12 @@ examples:
 """
 COMMON = ["data", "eval_data", "out", "mode", "method", "loss", "r", "options", "epochs", "batch_size", "lr", "dtype"]
 """Settings that `--help` shows; `--help-all` shows all."""
-TASK_SETTINGS = {"classification": Augmentation, "segmentation": CropConfig, "captioning": GenerationConfig}
+TASK_SETTINGS = {
+    "classification": Augmentation,
+    "segmentation": CropConfig,
+    "captioning": GenerationConfig,
+    "answering": GenerationConfig,
+}
 """Settings that one task alone has."""
 MODEL_ARGUMENTS = ("name", "num_classes", "img_size", "global_pool", "pixel_norm")
 """Arguments of `create_model` that a settings file may hold under ``model``."""
@@ -100,7 +105,8 @@ def _model_arguments(args: argparse.Namespace, settings: dict[str, Any]) -> dict
 def _check_flags(task: str, flags: dict[str, Any]) -> None:
     """Refuse flags of another task: they would do nothing."""
     for owner, group in TASK_SETTINGS.items():
-        foreign = flags.keys() & {field.name for field in dataclasses.fields(group)} if owner != task else set()
+        own = TASK_SETTINGS.get(task) is group
+        foreign = set() if own else flags.keys() & {field.name for field in dataclasses.fields(group)}
         if task == "segmentation":
             foreign -= {"flip"}
         if foreign:

@@ -67,18 +67,8 @@ class Captioning(TaskBase):
         return (ids, mask, None, images), CaptionTokens(ids, mask, len(images))
 
     def draw_captions(self, batch: Batch, seed: int) -> list[str]:
-        """Random reference captions, for each image without repetition as far as it has enough.
-
-        The first captions of all images, then the second ones: the order in which GIT repeats images.
-        """
-        assert isinstance(self.source, Captions)
-        generator = torch.Generator().manual_seed(seed)
-        count, rows = self.config.generation.captions_per_image, []
-        for index in batch.labels.tolist():
-            captions = self.source.items[index].captions
-            order = torch.randperm(len(captions), generator=generator).tolist()
-            rows.append([captions[order[turn % len(order)]] for turn in range(count)])
-        return [row[turn] for turn in range(count) for row in rows]
+        """As the function of this name, for the training data."""
+        return draw_captions(self.source, batch, seed, self.config.generation.captions_per_image)
 
     def logits(self, output: Any) -> Tensor:
         logits: Tensor = output.logits
@@ -126,3 +116,18 @@ def _scores(outcomes: CaptionOutcomes) -> dict[str, float]:
     """The metrics that could be computed."""
     assert outcomes.scores is not None
     return {name: value for name, value in outcomes.scores.corpus.items() if isinstance(value, float)}
+
+
+def draw_captions(source: Source, batch: Batch, seed: int, count: int) -> list[str]:
+    """Random reference captions, `count` for each image, without repetition as far as it has enough.
+
+    The first captions of all images, then the second ones: the order in which GIT repeats images.
+    """
+    assert isinstance(source, Captions)
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in batch.labels.tolist():
+        captions = source.items[index].captions
+        order = torch.randperm(len(captions), generator=generator).tolist()
+        rows.append([captions[order[turn % len(order)]] for turn in range(count)])
+    return [row[turn] for turn in range(count) for row in rows]

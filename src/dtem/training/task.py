@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TASKS = {
+    "answering": "dtem.training.answering:Answering",
     "captioning": "dtem.training.captioning:Captioning",
     "classification": "dtem.training.classification:Classification",
     "segmentation": "dtem.training.segmentation:Segmentation",

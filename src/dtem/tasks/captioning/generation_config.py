@@ -15,8 +15,10 @@ class GenerationConfig:
     """Captioning: beams of generation, where captions are evaluated."""
     max_new_tokens: int = 30
     """Captioning: maximum number of tokens of a caption."""
+    question: str = "Describe the image."
+    """Vision-language models: what is asked before each text."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if value < 1:
+            if name != "question" and value < 1:
                 raise DtemError(f"{name} = {value!r} must be 1 or more")
