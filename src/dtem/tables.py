@@ -2,11 +2,18 @@
 
 import html
 import io
+import re
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
+
+WIDTH = 100
+"""Letters of a line that goes into a file, a pipe or a string."""
+TEXT, GAP = 32, 2
+"""Letters of a cell from which on it is a text that may be folded, and between columns."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +26,60 @@ class Table:
     caption: str | None = None
     left: int = 1
 
-    def as_rich(self) -> Any:
-        """The table for rich to draw."""
+    def as_rich(self, width: int) -> list[Any]:
+        """What rich draws: title, table, caption. Where the table is wider than `width`, several of its columns each,
+        all with those that tell rows apart.
+
+        Names of columns are folded where the table would not fit otherwise; of cells, only long texts are.
+        """
         from rich import box
         from rich.table import Table as RichTable
+        from rich.text import Text
 
-        drawn = RichTable(
-            title=self.title, caption=self.caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
-        )
-        for index, column in enumerate(self.columns):
-            drawn.add_column(column, justify="left" if index < self.left else "right")
-        for row in self.rows:
-            drawn.add_row(*row)
-        return drawn
+        widths = [max(self._width(index), len(self.columns[index])) for index in range(len(self.columns))]
+        if sum(widths) + GAP * len(widths) > width:
+            widths = [self._width(index) for index in range(len(self.columns))]
+        parts: list[Any] = [Text(self.title, style="bold")]
+        for group in self._groups(widths, width):
+            drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+            for index in group:
+                name = "\n".join(textwrap.wrap(_unbroken(self.columns[index]), widths[index]))
+                drawn.add_column(
+                    name.replace("\u00a0", " ").replace("\u2011", "-"),
+                    justify="left" if index < self.left else "right",
+                    no_wrap=not self._is_text(index),
+                    min_width=widths[index],
+                )
+            for row in self.rows:
+                drawn.add_row(*(row[index] for index in group))
+            parts.append(drawn)
+        return [*parts, *([Text(self.caption)] if self.caption else [])]
+
+    def _cells(self, index: int) -> int:
+        """Letters of the longest cell of a column."""
+        return max((len(line) for row in self.rows for line in row[index].split("\n")), default=0)
+
+    def _is_text(self, index: int) -> bool:
+        """Whether the cells of a column may be folded."""
+        return self._cells(index) > TEXT and any(" " in row[index] for row in self.rows)
+
+    def _width(self, index: int) -> int:
+        """Of a column: of its cells, of a text as much as it needs at least, and of the longest word of its name."""
+        cells = TEXT if self._is_text(index) else self._cells(index)
+        return max([cells, *map(len, re.split("(?<=-)| ", _unbroken(self.columns[index])))])
+
+    def _groups(self, widths: list[int], width: int) -> list[list[int]]:
+        """Columns of each part."""
+        keys = list(range(max(self.left, 2 if self.columns[1:2] and self.columns[1] in ("r", "budget") else 1)))
+        groups, room = [list(keys)], width - sum(widths[key] + GAP for key in keys)
+        left = room
+        for index in range(len(keys), len(self.columns)):
+            if widths[index] + GAP > left and len(groups[-1]) > len(keys):
+                groups.append(list(keys))
+                left = room
+            groups[-1].append(index)
+            left -= widths[index] + GAP
+        return groups
 
     def as_html(self) -> str:
         """The table for a notebook."""
@@ -105,14 +153,20 @@ class Report(ABC):
         )
 
 
-def render(*parts: Table | str, file: Any = None, width: int | None = 160) -> str:
+def _unbroken(name: str) -> str:
+    """With a space before a percent sign, and a hyphen before a digit, at which no line ends."""
+    return re.sub(r"-(?=\d)", "\u2011", name.replace(" %", "\u00a0%"))
+
+
+def render(*parts: Table | str, file: Any = None, width: int | None = WIDTH) -> str:
     """Tables and lines as text; into `file` if one is given. `width` None: that of the terminal."""
     from rich.console import Console
 
     out = io.StringIO() if file is None else file
     console = Console(file=out, width=width, markup=False, highlight=False)
     for part in parts:
-        console.print(part.as_rich() if isinstance(part, Table) else part)
+        for drawn in part.as_rich(console.width) if isinstance(part, Table) else [part]:
+            console.print(drawn)
     return out.getvalue().rstrip() if file is None else ""
 
 

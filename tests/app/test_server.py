@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -248,23 +247,6 @@ def test_the_cache_of_results_is_bounded() -> None:
     assert len(explorer._cache) == CACHE_SIZE
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no chromium and chromedriver here: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu", "window-size=1280,900"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield opened
-    opened.quit()
-
-
 @pytest.fixture
 def until(browser: Any) -> Callable[..., Any]:
     """Wait for a condition."""
@@ -358,7 +340,9 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone(url: str, browser: Any, until: Callable[..., Any], scheme: str) -> None:
+def test_on_a_phone(
+    url: str, browser: Any, until: Callable[..., Any], low_contrast: Callable[[str], list[Any]], scheme: str
+) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -374,7 +358,7 @@ def test_on_a_phone(url: str, browser: Any, until: Callable[..., Any], scheme: s
     assert tome_top == ours_top  # the methods are side by side
     assert tome_right < ours_left
     assert clipped(browser) == []
-    assert low_contrast(browser) == []
+    assert low_contrast("#intro *, #cards *, #curve p, #curve h3, #curve text") == []
 
 
 @pytest.mark.timeout(600)
@@ -399,21 +383,3 @@ def clipped(browser: Any) -> list[str]:
     return browser.execute_script("""return [...document.querySelectorAll('.dtem-card dt, .dtem-card dd')].filter(e => {
         let own = e.getBoundingClientRect(), card = e.closest('.dtem-card').getBoundingClientRect();
         return own.width > 0 && (own.right > card.right || own.left < card.left)}).map(e => e.textContent)""")
-
-
-def low_contrast(browser: Any) -> list[Any]:
-    """Texts of the results whose contrast with what is behind them is below 4.5 (WCAG AA)."""
-    return browser.execute_script("""
-        let numbers = text => text.match(/[\\d.]+/g).map(Number);
-        let light = ([r, g, b]) => [r, g, b].map(v => v / 255)
-            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-            .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-        let ground = e => { for (; e; e = e.parentElement) {
-            let [r, g, b, a = 1] = numbers(getComputedStyle(e).backgroundColor); if (a > 0.99) return [r, g, b]; }
-            return [255, 255, 255]; };
-        return [...document.querySelectorAll('#intro *, #cards *, #curve p, #curve h3, #curve text')].filter(e =>
-            [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())).map(e => {
-            let style = getComputedStyle(e), svg = e instanceof SVGElement;
-            let a = light(numbers(svg ? style.fill : style.color)), b = light(ground(e));
-            return [e.textContent.trim(), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; })
-            .filter(([, ratio]) => ratio < 4.5)""")

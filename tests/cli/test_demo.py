@@ -74,10 +74,15 @@ def test_the_shipped_model(run: Run, tmp_path: Path) -> None:
     html = (tmp_path / "dtem-demo.html").read_text(encoding="utf-8")
     assert headline["sentence"] in html
     elements = list(ElementTree.fromstring(html).iter())
-    assert not {"script", "link", "iframe", "img"} & {element.tag for element in elements}
+    assert not {"script", "link", "iframe"} & {element.tag for element in elements}
     links = [value for e in elements for name, value in e.attrib.items() if name.endswith(("href", "src"))]
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in links)
-    assert sum(link.startswith("data:") for link in links) >= 2 * demo_pictures.NUM_PICTURES
+    assert sum(link.startswith("data:") for link in links) == 3 * demo_pictures.NUM_PICTURES
+    order = [e.attrib["class"] for e in elements if e.attrib.get("class") in ("headline", "plot", "tiles", "scroll")]
+    assert order == ["headline", "plot", *["tiles"] * demo_pictures.NUM_PICTURES, *["scroll"] * 3]
+    on_pictures = [e.text for e in elements if e.tag == "span"]
+    assert len(on_pictures) == 3 * demo_pictures.NUM_PICTURES
+    assert all(re.fullmatch(r"[✓✗] \d \d+ %", text) for text in on_pictures)
     assert not re.search(r"@import|https?://(?!www\.w3\.org/)", html)
 
 

@@ -3,8 +3,10 @@
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from dtem.visualise import html_page
+from dtem.visualise.html_page import Tile
 
 
 def test_a_page_has_its_parts_in_order() -> None:
@@ -43,6 +45,22 @@ def test_tables_leave_out_empty_columns_and_fold_when_long() -> None:
     assert [cell.attrib for cell in first.iter("td")] == [{}, {"class": "text"}, {}, {"class": "text"}]
     [folded] = ElementTree.fromstring(page.html()).findall(".//details")
     assert folded.find(".//table").find(".//td").text == second.find(".//td").text == "0"
+
+
+def test_predictions_stand_on_their_pictures() -> None:
+    page = html_page.Page("t")
+    page.headline("2 × faster", "at batch 32")
+    small, large = Image.new("RGB", (20, 20)), Image.new("RGB", (400, 400))
+    page.tiles([Tile("tome", small, "<cat> 80 %", False, "half"), Tile("dtem", large, "dog 90 %", True)], "a dog")
+    root = ElementTree.fromstring(page.html())
+    assert [each.text for each in root.findall(".//div[@class='headline']/p")] == ["2 × faster", "at batch 32"]
+    tiles = root.findall(".//div[@class='tile']")
+    assert [(tile.find("b").text, tile.find(".//span").text) for tile in tiles] == [
+        ("ToMe", "✗ <cat> 80 %"),
+        ("DTEM", "✓ dog 90 %"),
+    ]
+    assert [tile.find(".//img").attrib.get("class") for tile in tiles] == ["small", None]
+    assert [tile.attrib["style"] for tile in tiles] == ["--own: var(--dtem-orange)", "--own: var(--dtem-blue)"]
 
 
 def test_something_else_than_svg_is_refused() -> None:

@@ -3,7 +3,7 @@
 import json
 from argparse import Namespace
 
-from dtem.tables import Report, Table, render
+from dtem.tables import WIDTH, Report, Table, render
 
 
 def print_report(args: Namespace, report: Report) -> None:
@@ -12,8 +12,8 @@ def print_report(args: Namespace, report: Report) -> None:
 
 
 def print_parts(args: Namespace, document: object, *parts: Table | str) -> None:
-    """`document` with --json, else the parts. Into a file or pipe, tables keep their width."""
+    """`document` with --json, else the parts. Into a file or pipe, tables have their own width."""
     if args.json:
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False), file=args.stdout)
         return
-    render(*parts, file=args.stdout, width=None if args.stdout.isatty() else 160)
+    render(*parts, file=args.stdout, width=None if args.stdout.isatty() else WIDTH)

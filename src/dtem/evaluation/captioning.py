@@ -87,15 +87,20 @@ class CaptioningReport(EvaluationReport):
         missing = {value for row in self.rows for value in row.scores.values() if isinstance(value, str)}
         notes = [
             f"{self.images} images, {self.num_beams} beams; GFLOPs of the vision encoder; tokens for the decoder",
-            *(f"{reason}: {metric.HELP[reason]}" for reason in sorted(missing)),
+            *(f"{_without(self.rows, reason)} {reason}: {metric.HELP[reason]}" for reason in sorted(missing)),
             *left_out_notes(self.left_out, ["an adapter"], len(self.unreadable)),
         ]
         (method, r, *columns), cells = (plain := table(self.title, self.rows)).columns, plain.rows
         rows = []
         for row, (label, rate, *others) in zip(self.rows, cells, strict=True):
-            scores = (value if isinstance(value := row.scores[name], str) else f"{value:.1f}" for name in metrics)
+            scores = ("–" if isinstance(value := row.scores[name], str) else f"{value:.1f}" for name in metrics)
             rows.append((label, rate, *scores, *others))
         return [Table(self.title, (method, r, *metrics, *columns), rows, "\n".join(notes))]
+
+
+def _without(rows: list[CaptioningRow], reason: str) -> str:
+    """The metrics that are not known for a reason."""
+    return ", ".join(name for name, score in rows[0].scores.items() if score == reason)
 
 
 def evaluate_captioners(

@@ -228,9 +228,10 @@ def compare_outcomes(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Ou
 
 
 def _paired_table(title: str, pairs: Mapping[str, Paired]) -> Table:
-    columns = ("", "images", "top-1 points (95 %)", "right alone", "wrong alone", "McNemar p", "cross-entropy (95 %)")
+    columns = ("", "top-1 points (95 %)", "right alone", "wrong alone", "McNemar p", "cross-entropy (95 %)")
+    counts = sorted({pair.n for pair in pairs.values()})
     rows = [
-        (name, str(pair.n), pair.top1.text(), str(pair.only_b), str(pair.only_a), f"{pair.p:.2g}", pair.loss.text(4))
+        (name, pair.top1.text(), str(pair.only_b), str(pair.only_a), f"{pair.p:.2g}", pair.loss.text(4))
         for name, pair in pairs.items()
     ]
-    return Table(title, columns, rows)
+    return Table(f"{title}, {' or '.join(map(str, counts))} images", columns, rows)

@@ -194,6 +194,9 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.margins(0.08, 0)
     axes.set_ylim(*value_limits(panel))
     axes.locator_params(axis="y", nbins=6)
+    if "%" in panel.value:
+        axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 100])
+        axes.set_ylim(*value_limits(panel))
     if panel.ticks:
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         axes.set_xlim(-0.4, len(panel.ticks) - 0.6)
