@@ -29,9 +29,9 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python $(TEST)
 
-# Also examples/ray_predict.py on a Ray of its own.
+# Also with Ray on this machine, the serving examples and the notebooks.
 test-slow: setup
-	$(UV) --python $(BIN)/python -c constraints.txt -e ".[dev,ray]"
+	$(UV) --python $(BIN)/python -c constraints.txt -e ".[dev,ray,serve,notebooks]"
 	$(BIN)/python -m pytest -m "slow"
 
 # The contract suite with the oldest libraries that pyproject.toml declares.

@@ -33,6 +33,8 @@ USES: dict[str, list[str]] = {
     "openvino": [f"dtem export --model {TINY} --r 2 --out a.xml"],
     "predict": [f"dtem predict photos --model {TINY} --r 2 --out a.parquet"],
     "ray": ["python -c import_dtem,ray.data,pyarrow"],
+    "serve": ["python -c import_ray.serve,onnxruntime"],
+    "notebooks": ["python -c import_dtem,nbclient,ipykernel,onnxruntime"],
     "docs": ["python -c import_mkdocs"],
     "test": ["python -c import_dtem,pytest,hypothesis"],
     "dev": ["python -c import_dtem,mypy.api"],

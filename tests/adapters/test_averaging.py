@@ -67,7 +67,7 @@ def test_says_what_it_is(adapter: Callable[..., Path], tmp_path: Path) -> None:
 
 def test_a_note_that_is_no_list_of_files(adapter: Callable[..., Path], tmp_path: Path) -> None:
     damaged = adapter("a.safetensors", 0.1, {"trained_on": "{"})
-    with pytest.raises(dtem.DtemError, match="trained_on is no JSON list"):
+    with pytest.raises(dtem.DtemError, match="trained_on is not a JSON list"):
         average_adapters([damaged, adapter("b.safetensors", 0.2)], tmp_path / "mean.safetensors")
 
 

@@ -125,7 +125,7 @@ def test_the_text_of_a_card_stays_and_its_metadata_do_not(folder: Path) -> None:
     ("metrics", "says"),
     [
         ({**REPORT, "rows": REPORT["rows"][:2]}, "rows of unmerged, tome, and none of dtem"),
-        ({"task": "classification", "rows": [{"method": "dtem"}], "data": "", "images": 1}, "no evaluation"),
+        ({"task": "classification", "rows": [{"method": "dtem"}], "data": "", "images": 1}, "not an evaluation"),
         ("nowhere.json", "nowhere.json"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_host_without_known_norms_is_refused(monkeypatch):
     from dtem.integrations import timm_vit
 
     monkeypatch.setattr(timm_vit, "find_affine", lambda model, roots: ({}, {}))
-    with pytest.raises(dtem.DtemError, match=r"norms = True, but dtem knows no norms"):
+    with pytest.raises(dtem.DtemError, match=r"norms = True, but dtem does not know the norms"):
         dtem.patch(fresh("deit"), "tome", R, norms=True)
     with pytest.raises(dtem.DtemError, match="norms = 1 must be True or False"):
         dtem.patch(fresh("deit"), "tome", R, norms=1)

@@ -142,13 +142,13 @@ def with_more(content: str) -> str:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (damaged, "damaged or no record"),
+        (damaged, "damaged or not a record"),
         (foreign, "'something-else'"),
         (from_the_future, "'dtem-record-99'"),
         (without_machine, "lacks machine"),
         (with_more, "has unknown extra"),
         (lambda content: "[1, 2]", "format is None"),
-        (lambda content: "", "damaged or no record"),
+        (lambda content: "", "damaged or not a record"),
     ],
 )
 def test_other_files_are_refused_by_name(made: record.Record, tmp_path: Path, change, says: str) -> None:

@@ -87,7 +87,7 @@ def eval_results(metrics: Metrics, method: str, datasets: str | Sequence[str] = 
     try:
         return list(_results(document, method, datasets))
     except (KeyError, TypeError, IndexError) as error:
-        raise DtemError(f"metrics is no evaluation by dtem.evaluate ({error!r})") from error
+        raise DtemError(f"metrics is not an evaluation by dtem.evaluate ({error!r})") from error
 
 
 def _document(metrics: Metrics) -> Mapping[str, Any]:
@@ -106,7 +106,7 @@ def _results(document: Mapping[str, Any], method: str, datasets: str | Sequence[
     rows = [row for row in document["rows"] if row["method"] == method]
     if not rows:
         listed = ", ".join(dict.fromkeys(row["method"] for row in document["rows"]))
-        raise DtemError(f"metrics has rows of {listed}, and none of {method}: evaluate with this adapter, unlabelled")
+        raise DtemError(f"metrics has rows of {listed}, and none of {method}: evaluate this adapter without a label")
     against_tome = {(pair["method"], pair["r"]): pair for pair in document.get("against_tome", ())}
     others = {(row["method"], row["r"]): row for row in document["rows"]}
     data = document["data"]
@@ -189,7 +189,7 @@ def write_card(folder: Path, data: "ModelCardData", text: str) -> None:
         try:
             card = ModelCard(path.read_text(encoding="utf-8"))
         except Exception as error:  # YAML that is damaged raises errors of every kind
-            raise DtemError(f"{path} cannot be read as a model card: {first_line(error)}; remove or mend it") from error
+            raise DtemError(f"{path} cannot be read as a model card: {first_line(error)}; fix or remove it") from error
         card.data = data
         write_file(path, str(card))
     else:

@@ -60,7 +60,7 @@ def check(header: object, tensors: Mapping[str, Tensor]) -> Header:
     Files of dtem 0.3 and older, of format 1, have no digest.
     """
     if not isinstance(header, dict) or "format" not in header:
-        raise DtemError("this is no dtem adapter: its header names no dtem format. dtem.save_pretrained writes one")
+        raise DtemError("this is not a dtem adapter: its header has no dtem format. dtem.save_pretrained writes one")
     if type(header["format"]) is not int or not 1 <= header["format"] <= FORMAT:
         raise DtemError(
             f"the file has format {header['format']!r} (by dtem {header.get('version')}), dtem {__version__} reads "

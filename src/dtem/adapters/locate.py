@@ -59,7 +59,9 @@ def _fetch(repository: str, revision: str | None) -> Path:
         folder = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=wanted)
     file = _in_folder(folder)
     if file is None:
-        raise DtemError(f"the repository {repository} holds neither {FILE} nor {OLD_FILE}: it is no adapter of dtem")
+        raise DtemError(
+            f"the repository {repository} holds neither {FILE} nor {OLD_FILE}: it is not an adapter of dtem"
+        )
     hub.loaded[repository] = Path(folder).name  # the commit
     return file
 

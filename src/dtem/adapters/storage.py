@@ -303,7 +303,7 @@ def trained_on(header: Mapping[str, Any]) -> list[str]:
     try:
         names = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DtemError(f"the adapter's note trained_on is no JSON list: {error}") from error
+        raise DtemError(f"the adapter's note trained_on is not a JSON list: {error}") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DtemError(f"the adapter's note trained_on must be a list of file names, not {text:.80}")
     return names

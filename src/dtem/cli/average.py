@@ -22,7 +22,9 @@ examples:
 
 def add_arguments(parser: VerbParser) -> None:
     """Options of this verb."""
-    parser.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a file, Hub id or shipped name; two or more")
+    parser.add_argument(
+        "adapters", metavar="ADAPTER", nargs="+", help="a file, folder, Hub id or shipped name; two or more"
+    )
     parser.group("options").add_argument("--out", metavar="FILE", required=True, help="the file to write")
 
 

@@ -1,4 +1,4 @@
-"""Methods at equal cost, on the same images: accuracy, the difference to ToMe image by image, and speed.
+"""Methods at equal cost, on the same images: accuracy, the difference from ToMe image by image, and speed.
 
 Every method gets the schedule that meets each budget, in the blocks that it works in. Methods with trained parts take
 part with an adapter; without one they are named and left out.

@@ -42,6 +42,8 @@ def _add(group: Any, field: dataclasses.Field[Any], text: str) -> None:
     flag = "--" + field.name.replace("_", "-")
     default = None if field.default is dataclasses.MISSING else field.default
     shown = "" if default in (None, "", ()) else f"; default {default}"
+    if text.partition(" ")[0][1:].islower():  # as the help of other flags begins; not "MixUp"
+        text = text[0].lower() + text[1:]
     options: dict[str, Any] = {"help": (text.rstrip(".") + shown).replace("%", "%%"), "dest": field.name}
     kind, origin = field.type, typing.get_origin(field.type)
     if kind is bool:

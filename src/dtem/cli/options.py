@@ -61,7 +61,7 @@ def add_method_options(
     commas = "with commas; " if several else ""
     default = method or ("all that need no training" if several else "dtem, or the adapter's")
     add("--method", metavar="LIST" if several else "NAME", default=method, help=f"{commas}default {default}")
-    text = "adapter: a file, Hub id or shipped name; "
+    text = "adapter: a file, folder, Hub id or shipped name (dtem adapters); "
     if several:
         text += "may be given several times, with a label each"
         add("--adapter", metavar="[LABEL=]FILE", action="append", default=[], help=text)

@@ -19,6 +19,7 @@ examples:
   dtem predict photos --r 13 --out preds.parquet --workers 4
   dtem predict photos --model deit_tiny_patch16_224 --adapter deit_tiny_patch16_224 --r 16 --out preds.parquet
   dtem predict 'wds:shards/images-{0000..0099}.tar' --model deit_small_patch16_224 --r 13 --out preds.parquet
+  dtem predict photos --r 13 --engine onnx --out preds.parquet
   accelerate launch --num_processes 4 -m dtem.cli predict photos --r 13 --device cuda --dtype bfloat16 --out p.parquet
 """
 
@@ -34,6 +35,13 @@ def add_arguments(parser: VerbParser) -> None:
     options.add_model_options(parser, default="deit_small_patch16_224")
     options.add_method_options(parser, several=False, method=None, r="13")
     options.add_run_options(parser)
+    add = parser.group("run").add_argument
+    add(
+        "--engine",
+        choices=("eager", "onnx", "openvino"),
+        default="eager",
+        help="what runs the model; default %(default)s",
+    )
 
 
 def run(args: Namespace) -> int:
@@ -41,7 +49,7 @@ def run(args: Namespace) -> int:
     require("pyarrow", "predict")
     import dtem
 
-    settings = options.named(args, "labels", "top", "batch_size", "workers", "device", "dtype", "limit")
+    settings = options.named(args, "labels", "top", "batch_size", "workers", "device", "dtype", "limit", "engine")
     report = dtem.predict(options.build_handle(args), args.data, args.out, **settings)
     if os.environ.get("RANK", "0") == "0":
         print_report(args, report)

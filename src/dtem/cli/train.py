@@ -1,7 +1,7 @@
-"""Train the merging policy of a model and, end-to-end, the model too.
+"""Train an adapter for a model and, end-to-end, the model too.
 
-By default only the embeddings learn, which takes a few thousand images and some minutes on a CPU; with --loss distill
-the images need no labels. A run lives in --out; the same command again resumes it.
+By default the adapter alone learns and the model is frozen; with --preset adapter that takes a few thousand images
+without labels and some minutes on a CPU. A run lives in --out; the same command again resumes it.
 """
 
 import argparse

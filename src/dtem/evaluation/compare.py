@@ -106,7 +106,7 @@ def compare(
     rounds: int = 10,
     **model_options: Any,
 ) -> ComparisonReport:
-    """Evaluate methods at equal cost on the same images: accuracy, the difference to ToMe image by image, and speed.
+    """Evaluate methods at equal cost on the same images: accuracy, the difference from ToMe image by image, and speed.
 
     Every method gets the schedule that meets each budget, in the blocks that it works in. Methods with trained parts
     take part with an adapter; without one they are named in the report and left out, since an untrained predictor says

@@ -49,9 +49,9 @@ def _classifier(forward: Forward, loader: Loader, k: int, device: str, advance: 
             labels.append(batch.labels)
             advance(len(batch.names))
     if not features:
-        raise DtemError("there are no neighbours: the bank held no image that could be read")
+        raise DtemError("there are no neighbours: none of the knn images could be read")
     bank, bank_labels = torch.cat(features), torch.cat(labels).to(device)
     if (bank_labels < 0).any():
-        raise DtemError("the bank has images without a label: sort them into one folder per class")
+        raise DtemError("the knn images have no labels: sort them into one folder per class")
     classes = int(bank_labels.max()) + 1
     return lambda images: vote(forward(images).float(), bank, bank_labels, classes, k)

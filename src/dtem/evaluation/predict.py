@@ -2,15 +2,16 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtem import integrations
 from dtem.data import sources
@@ -20,8 +21,10 @@ from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import Record, Source
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
-from dtem.evaluation.prediction_files import PartialPredictions, Row, prediction_row
+from dtem.evaluation.prediction_files import PartialPredictions, Row, batch_rows, prediction_row
 from dtem.evaluation.variants import RunSettings
+from dtem.exporters import engines
+from dtem.exporters.program import Runner
 from dtem.files import lock
 from dtem.handle import Handle
 from dtem.measure import record
@@ -30,6 +33,7 @@ from dtem.tables import Report, Table
 from dtem.tasks.running import eval_mode
 from dtem.training.processes import Processes
 
+ENGINES = ("eager", "onnx", "openvino")
 MAX_LISTED = 5
 """Unreadable images that the report lists by name."""
 
@@ -40,7 +44,7 @@ class PredictReport(Report):
 
     model: str
     r: str
-    path: Path
+    path: str
     """The Parquet file."""
     images: int
     resumed_after: int
@@ -51,10 +55,10 @@ class PredictReport(Report):
     def to_dict(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["path"]
-        return {**fields, "file": self.path.name}
+        return {**fields, "file": os.path.basename(self.path)}
 
     def parts(self) -> list[Table | str]:
-        summary = f"{self.path.name}: {self.images} images"
+        summary = f"{os.path.basename(self.path)}: {self.images} images"
         if self.resumed_after:
             summary += f", {self.resumed_after} of them were done before"
         if self.unreadable:
@@ -80,6 +84,7 @@ def predict(
     device: str = "cpu",
     dtype: str = "float32",
     limit: int | None = None,
+    engine: str = "eager",
     progress: bool = True,
 ) -> PredictReport:
     """Predict the classes of every image of a dataset and write them as one Parquet file, in the dataset's order.
@@ -101,6 +106,8 @@ def predict(
         device: ``cpu`` or ``cuda``.
         dtype: ``float32``, or ``bfloat16`` or ``float16`` by autocast.
         limit: predict only this many images, the first ones.
+        engine: what runs the model: PyTorch ``eager``, or ``onnx`` (onnxruntime) or ``openvino`` on the CPU, from a
+            file that `dtem.export` writes and checks first.
         progress: show a progress bar.
 
     Examples:
@@ -114,26 +121,30 @@ def predict(
     if handle is None and r is not None:
         raise DtemError(f"r = {r!r} is for a patched model; call dtem.patch(model, r={r!r}) first")
     host = handle.host if handle else integrations.find(model).describe(model)
-    settings = RunSettings(batch_size, workers, device, dtype)
+    settings = RunSettings(batch_size, workers, device, dtype, progress=progress)
     for name, value in (("top", top), ("limit", limit)):
         if value is not None and value < 1:
             raise DtemError(f"{name} = {value} must be 1 or more")
     if num_classes(model) == 0:
         raise DtemError(f"{host.name} has no classifier, so there are no classes to predict: give num_classes")
+    if engine not in ENGINES:
+        raise DtemError(f"engine = {engine!r} is not known; choose one of: {', '.join(ENGINES)}")
+    engines.check_engine(engine, dtype, device)
     names = class_labels(model, labels)
-    transform = eval_transform(resolve_data_config(model))
-    source = sources.open_source(os.fspath(data))
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         if handle is not None:
             stack.enter_context(handle.at(r=r))
         rate = str(handle.r) if handle else "0"
+        forward_of = functools.partial(_forward, engine=engine, dtype=dtype)
+        source = sources.open_source(os.fspath(data))
         identity = {
             "model": host.name,
             "method": handle.method.name if handle else None,
             "options": repr(handle.method.config) if handle else None,
             "r": rate,
             "img_size": list(host.image),
+            "engine": engine,
             "dtype": dtype,
             "top": top,
             "limit": limit,
@@ -142,30 +153,56 @@ def predict(
             "data": record.plain_command(["", os.fspath(data)])[1],
             "images": _images_hash(source),
         }
-        processes = Processes(cpu=device == "cpu")
-        if processes.rank == 0:
-            stack.enter_context(lock(out, "predict run"))
-        saved = PartialPredictions(Path(out), identity, processes.rank)
-        processes.wait()  # all have read the saved predictions before any adds to them
-        remaining = RemainingImages(source, saved.done, processes.rank, processes.world, limit)
-        if not saved.finished and remaining.length != 0:
-            place = torch.device(processes.device if device == "cuda" else "cpu")
-            loader = Loader(remaining, transform, batch_size, workers=workers)
-            with progress_bar(remaining.length, "predict", show=progress) as advance:
-                for rows in _predictions(model.to(place), loader, top, names, place, settings.autocast):
-                    saved.add(rows)
-                    advance(len(rows))
-            saved.flush()
-        processes.wait()
-        if processes.rank == 0:
-            saved.join()
-        processes.wait()
+        saved = _predict_here(model, forward_of, source, Path(out), identity, settings, names, top, stack)
     images, unreadable = saved.summary()
-    return PredictReport(host.name, rate, Path(out), images, images if saved.finished else len(saved.done), unreadable)
+    done = images if saved.finished else len(saved.done)
+    return PredictReport(host.name, rate, os.fspath(out), images, done, unreadable)
+
+
+def _predict_here(
+    model: nn.Module,
+    forward_of: Callable[[nn.Module], Runner],
+    source: Source,
+    out: Path,
+    identity: dict[str, Any],
+    settings: RunSettings,
+    labels: Sequence[str] | None,
+    top: int,
+    stack: contextlib.ExitStack,
+) -> PartialPredictions:
+    """Predict what has no prediction yet, this process's share of it, and join all processes' predictions."""
+    processes = Processes(cpu=settings.device == "cpu")
+    if processes.rank == 0:
+        stack.enter_context(lock(out, "predict run"))
+    saved = PartialPredictions(out, identity, processes.rank)
+    processes.wait()  # all have read the saved predictions before any adds to them
+    remaining = RemainingImages(source, saved.done, processes.rank, processes.world, identity["limit"])
+    if not saved.finished and remaining.length != 0:
+        place = torch.device(processes.device if settings.device == "cuda" else "cpu")
+        loader = Loader(
+            remaining, eval_transform(resolve_data_config(model)), settings.batch_size or 1, workers=settings.workers
+        )
+        dtype = settings.autocast if identity["engine"] == "eager" else None
+        forward = forward_of(model.to(place))
+        with progress_bar(remaining.length, "predict", show=settings.progress) as advance:
+            for rows in _predictions(forward, loader, top, labels, place, dtype):
+                saved.add(rows)
+                advance(len(rows))
+        saved.flush()
+    processes.wait()
+    if processes.rank == 0:
+        saved.join()
+    processes.wait()
+    return saved
+
+
+def _forward(model: nn.Module, engine: str, dtype: str) -> Runner:
+    """The model in an engine; PyTorch runs it as it is, under autocast."""
+    return integrations.as_logits_fn(model) if engine == "eager" else engines.build(model, engine, dtype)
 
 
 def _predictions(
-    model: nn.Module,
+    forward: Runner,
     loader: Loader,
     top: int,
     labels: Sequence[str] | None,
@@ -173,7 +210,7 @@ def _predictions(
     dtype: torch.dtype | None,
 ) -> Iterator[list[Row]]:
     """Rows of one batch after the other, those of unreadable images among them."""
-    forward, listed = integrations.as_logits_fn(model), 0
+    listed = 0
     try:
         for images, truth, names in loader.epoch(0):
             with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -186,24 +223,6 @@ def _predictions(
         if not loader.skipped or str(error) != none_left(loader.source, loader.skipped):
             raise
     yield [prediction_row(name, error=reason) for name, reason in list(loader.skipped.items())[listed:]]
-
-
-def batch_rows(
-    logits: Tensor, truth: Tensor, names: Sequence[str], top: int, labels: Sequence[str] | None = None
-) -> list[Row]:
-    """One row per image: its likeliest classes with their probabilities."""
-    best = logits.softmax(dim=1).topk(min(top, logits.shape[1]))
-    columns = zip(names, truth.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return [
-        prediction_row(
-            name,
-            label=label if label >= 0 else None,
-            classes=classes,
-            probabilities=probabilities,
-            class_name=None if labels is None else labels[classes[0]],
-        )
-        for name, label, classes, probabilities in columns
-    ]
 
 
 class RemainingImages(Source):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dtem.errors import DtemError, require
 from dtem.files import write_file
 
@@ -22,12 +24,36 @@ Row = dict[str, Any]
 def prediction_row(numbered_name: str, **columns: Any) -> Row:
     """One row of the file; `numbered_name` is ``position<TAB>name``, and columns that are not given are null."""
     position, _, name = numbered_name.partition("\t")
-    row: Row = {**dict.fromkeys(COLUMNS), "position": int(position), "name": _as_utf8(name), **columns}
+    place = int(position) if position else None
+    row: Row = {**dict.fromkeys(COLUMNS), "position": place, "name": _as_utf8(name), **columns}
     if row["error"] is not None:
         row["error"] = _as_utf8(row["error"])
     if row["classes"] is not None:
         row["class"], row["probability"] = row["classes"][0], row["probabilities"][0]
     return row
+
+
+def batch_rows(
+    logits: Tensor, truth: Tensor, names: Sequence[str], top: int, labels: Sequence[str] | None = None
+) -> list[Row]:
+    """One row per image: its likeliest classes with their probabilities."""
+    best = logits.softmax(dim=1).topk(min(top, logits.shape[1]))
+    columns = zip(names, truth.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        prediction_row(
+            name,
+            label=label if label >= 0 else None,
+            classes=classes,
+            probabilities=probabilities,
+            class_name=None if labels is None else labels[classes[0]],
+        )
+        for name, label, classes, probabilities in columns
+    ]
+
+
+def prediction_table(rows: Sequence[Row]) -> Any:
+    """Rows as a table of pyarrow."""
+    return _pyarrow().Table.from_pylist(rows, schema=_schema())
 
 
 def _as_utf8(text: str) -> str:
@@ -103,8 +129,8 @@ class PartialPredictions:
             except OSError as error:
                 raise DtemError(f"{self.folder} cannot be made a folder: {error.strerror}") from error
             write_file(self.folder / "run.json", json.dumps(self.identity, indent=2, ensure_ascii=False))
-        table = _pyarrow().Table.from_pylist(rows, schema=_schema())
-        write_file(self.folder / f"{self._rank:04d}-{time.time_ns()}-{self._written:06d}.parquet", _to_bytes(table))
+        file = self.folder / f"{self._rank:04d}-{time.time_ns()}-{self._written:06d}.parquet"
+        write_file(file, _to_bytes(prediction_table(rows)))
 
     def join(self) -> None:
         """Write all partial files as the one file, and remove their folder."""

@@ -113,7 +113,7 @@ def load_record(path: str | Path) -> Record:
     except OSError as error:
         raise DtemError(f"cannot read the record {path}: {error.strerror}") from error
     except ValueError as error:
-        raise DtemError(f"{path} is damaged or no record: {error}. Measure again, or restore the file.") from error
+        raise DtemError(f"{path} is damaged or not a record: {error}. Measure again, or restore the file.") from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         raise DtemError(f"{path} is not a record of this version: its format is {version!r}, expected {FORMAT!r}")

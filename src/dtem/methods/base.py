@@ -125,7 +125,9 @@ class Method(nn.Module):
         self.soft = False
         """Differentiable (soft) reduction, for training, instead of hard reduction."""
         if config.norms and not host.norms:
-            raise DtemError(f"norms = True, but dtem knows no norms of {host.name} ({host.family}); leave it out")
+            raise DtemError(
+                f"norms = True, but dtem does not know the norms of {host.name} ({host.family}); leave it out"
+            )
         self.affine = affine_parameters(host, config.norms, config.biases)
         """Learned changes of the host's norms (and biases); None without any."""
 

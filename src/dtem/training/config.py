@@ -33,7 +33,7 @@ class TrainConfig:
     out: str = "runs/dtem"
     """Folder of the run. The same command again resumes an interrupted run."""
     mode: Literal["modular", "end-to-end", "finetune"] = "modular"
-    """modular: embeddings learn, the model is frozen. end-to-end: both, alternating. finetune: the model learns with
+    """modular: the adapter learns, the model is frozen. end-to-end: both, alternating. finetune: the model learns with
     tokens merged (baselines such as tome and evit)."""
     learn: tuple[Literal["embeddings", "norms", "biases"], ...] = ("embeddings", "norms")
     """modular: what learns. embeddings: of the method (its trained parts). norms: the adapter's own scales and biases
