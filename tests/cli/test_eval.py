@@ -181,7 +181,7 @@ def test_tables(run, folder: Path) -> None:
         "GFLOPs",
         "(MACs)",
         "(paper)",
-        "points against unmerged",
+        "points against",
         "Against tome at the same r",
         "McNemar p",
         "6 images",

@@ -73,7 +73,7 @@ def test_a_report_is_short_in_a_prompt_and_a_table_in_a_notebook(model: nn.Modul
     assert repr(report) == f"<ClassificationReport: {report.title}, 3 variants, 6 images>"
     assert "<table>" in report._repr_html_()
     text = str(report)
-    assert "points against unmerged" in text
+    assert "points against" in text
     assert "excluded" not in text  # zero is no news
     json.dumps(report.to_dict(), allow_nan=False)
     report.save_plot(tmp_path / "curve.svg")
