@@ -374,6 +374,15 @@ def norms_shift(rows: list[dict[str, Any]], blocks: tuple[int, ...] = (1, 3, 5, 
     return table
 
 
+def rope_places(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Ways to place merged tokens of a host with rotary positions, against the mean of their patches."""
+    table = [["position of a merged token", "r", "top-1 %", "against the mean (95 %)", "KL", "against the mean (95 %)"]]
+    for row in rows:
+        gains = [_interval(row.get(f"{name}_difference"), digits) for name, digits in (("top1", 1), ("kl", 3))]
+        table.append([row["way"], str(row["r"]), f"{row['top1']:.1f}", gains[0], f"{row['kl']:.3f}", gains[1]])
+    return table
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "adaptive": ("adaptive", adaptive),
     "learned-schedule": ("learned_schedule", learned_schedule),
@@ -392,6 +401,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "export-speed": ("export_speed", export_speed),
     "composition": ("composition", composition),
     "tuning": ("tuning", tuning),
+    "rope-places": ("rope_places", rope_places),
     "captioning": ("captioning", captioning),
     "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),

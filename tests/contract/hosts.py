@@ -84,9 +84,15 @@ HOSTS: dict[str, Host] = {
     "drop_path": Host(vit(drop_path_rate=0.4)),
     "lvvit": Host(vit("lvvit_s")),
     "eva": Host(vit("eva02_tiny_patch14_224"), doors=False),
-    "rope_mixed": Host(vit("vit_small_patch16_rope_mixed_224"), doors=False),
-    "timm_dinov3": Host(vit("vit_small_patch16_dinov3", num_classes=5), doors=False),
-    "perception": Host(vit("vit_pe_core_tiny_patch16_384"), doors=False),
+    **{
+        name: Host(vit(model), doors=False)
+        for name, model in {
+            "rope_mixed": "vit_small_patch16_rope_mixed_224",
+            "timm_dinov3": "vit_small_patch16_dinov3",
+            "perception": "vit_pe_core_tiny_patch16_384",
+        }.items()
+        if timm.is_model(model)  # the oldest timm has not all of them
+    },
     "hf_vit": Host(hf("ViTForImageClassification"), doors=False),
     "hf_deit": Host(hf("DeiTForImageClassificationWithTeacher"), doors=False),
     "hf_dinov2": Host(hf("Dinov2WithRegistersForImageClassification", mlp_ratio=2), doors=False),
