@@ -21,25 +21,30 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *CARDS]
 NAMES = {
     "deit_tiny_patch16_224": "DeiT-T",
     "deit_small_patch16_224": "DeiT-S",
+    "deit_base_patch16_224": "DeiT-B",
     "vit_small_patch16_384": "AugReg ViT-S 384",
 }
 
 
 def speed(rows: list[dict[str, Any]], batches: tuple[int, ...] = (1, 16, 32)) -> list[list[str]]:
-    table = [["model", "batch", "r", "MACs ratio", "speed-up", "plain ToMe", "over plain ToMe"]]
+    head = ["model", "batch", "r", "MACs ratio", "speed-up", "over the same code", "of the oracle", "plain ToMe"]
+    table = [[*head, "over plain ToMe"]]
+    parts = ("speedup", "over_same", "of_oracle", "plain_tome_speedup", "over_plain_tome")
     for row in rows:
         if row["batch"] in batches:
-            table.append(
-                [
-                    NAMES[row["model"]],
-                    str(row["batch"]),
-                    str(row["r"]),
-                    f"{row['macs_ratio']:.2f}",
-                    common.spread(row["speedup"]),
-                    common.spread(row["plain_tome_speedup"]),
-                    common.spread(row["over_plain_tome"]),
-                ]
-            )
+            case = [NAMES[row["model"]], str(row["batch"]), str(row["r"]), f"{row['macs_ratio']:.2f}"]
+            table.append([*case, *(common.spread(row[part]) for part in parts)])
+    return table
+
+
+def long_inputs(rows: list[dict[str, Any]]) -> list[list[str]]:
+    head = ["tokens", "r", "MACs ratio", "unmerged", "merged", "speed-up", "over the same code", "of the oracle"]
+    table = [[*head, "memory: unmerged", "merged"]]
+    for row in rows:
+        times = [f"{row['milliseconds'][name]:.0f} ms" for name in ("unmerged", "dtem")]
+        ratios = [common.spread(row[part]) for part in ("speedup", "over_same", "of_oracle")]
+        peaks = [f"{row['peak_bytes'][name] / 1e6:.0f} MB" for name in ("unmerged", "dtem")]
+        table.append([str(row["tokens"]), str(row["r"]), f"{row['macs_ratio']:.2f}", *times, *ratios, *peaks])
     return table
 
 
@@ -47,9 +52,8 @@ def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Speed at batch 32 beside the accuracy of the shipped adapter at the same r (DeiT-T)."""
     norms_record = record.load_record(common.RESULTS / "norms_deit_tiny_patch16_224.json").results
     accuracy = {(row["variant"], row["r"]): row for row in norms_record if "kl" in row}
-    table = [
-        ["r", "fewer MACs", "speed-up", "top-1 %: unmerged", "ToMe", "embeddings", "and norms", "against ToMe (95 %)"]
-    ]
+    head = ["r", "fewer MACs", "speed-up", "by merging alone", "top-1 %: unmerged", "ToMe", "embeddings", "and norms"]
+    table = [[*head, "against ToMe (95 %)"]]
     for row in rows:
         if (row["model"], row["batch"]) == ("deit_tiny_patch16_224", 32):
             r = row["r"]
@@ -57,7 +61,8 @@ def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
             fewer = f"{100 * (1 - 1 / row['macs_ratio']):.0f} %"
             gain = _interval(accuracy["both", r]["top1_gain"], 1)
             numbers = [f"{each['top1']:.1f}" for each in measured]
-            table.append([str(r), fewer, common.spread(row["speedup"]), *numbers, gain])
+            ratios = [common.spread(row[part]) for part in ("speedup", "over_same")]
+            table.append([str(r), fewer, *ratios, *numbers, gain])
     return table
 
 
@@ -391,6 +396,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "end-to-end": ("end_to_end", end_to_end),
     "speed": ("speed", speed),
     "summary": ("speed", summary),
+    "long-inputs": ("long_inputs", long_inputs),
     "grouping": ("grouping", grouping),
     "attention": ("attention", attention),
     "projection": ("projection", projection),

@@ -168,6 +168,7 @@ void dtem_merge(const float* x, const float* size, const int64_t* kept, const in
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < batch * left; row++)
             std::copy_n(x + (row / left * n + kept[row]) * c, c, out + row * c);
+        std::unique_ptr<float[]> change(new float[c]);
 #pragma omp for schedule(static)
         for (int64_t image = 0; image < batch; image++)
             for (int64_t i = image * r; i < (image + 1) * r; i++) {
@@ -175,7 +176,9 @@ void dtem_merge(const float* x, const float* size, const int64_t* kept, const in
                 const float share = (size ? size[token] : 1.0f) / new_size[target];
                 const float *from = x + token * c, *old = x + (image * n + kept[target]) * c;
                 float* to = out + target * c;
-                for (int64_t k = 0; k < c; k++) to[k] += (from[k] - old[k]) * share;
+                for (int64_t k = 0; k < c; k++) change[k] = (from[k] - old[k]) * share;
+                asm volatile("" ::: "memory");  // product and sum are rounded one by one, as torch rounds them
+                for (int64_t k = 0; k < c; k++) to[k] += change[k];
             }
     }
 }
