@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UV = Path(sys.executable).with_name("uv")
 TINY = "test_vit --random-weights"
 USES: dict[str, list[str]] = {
-    "": ["dtem flops --model deit_tiny_patch16_224 --r 0,16", "dtem adapters", "dtem show a.png --model mnist_vit"],
+    "": ["dtem flops --model deit_tiny_patch16_224 --r 0,16", "dtem adapters", "dtem show a.png --model digits_vit"],
     "train": [f"dtem train --model {TINY} --data photos --loss distill --epochs 1 --batch-size 2 --out run"],
     "plot": [f"dtem eval --model {TINY} --num-classes 2 --data photos --r 2,4 --plot curve.png"],
     "segmentation": ["python -c import_dtem,torchmetrics"],

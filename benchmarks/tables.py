@@ -388,8 +388,26 @@ def rope_places(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def demo(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """`dtem demo`, one row per seed."""
+    table = [["seed", "updates", "speed-up, batch 32", "top-1 %: unmerged", "ToMe", "DTEM", "against ToMe (95 %)"]]
+    for row in rows:
+        headline = row["headline"]
+        table.append(
+            [
+                str(row["seed"]),
+                str(row["updates"]),
+                common.spread(headline["speed"]["dtem"]["speedup"]),
+                *(f"{headline[name]:.1f}" for name in ("unmerged", "tome", "dtem")),
+                Difference(**headline["difference"]).text(1),
+            ]
+        )
+    return table
+
+
 TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "adaptive": ("adaptive", adaptive),
+    "demo": ("demo", demo),
     "learned-schedule": ("learned_schedule", learned_schedule),
     "rivals": ("rivals", rivals),
     "proof": ("proof", proof),

@@ -50,7 +50,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--model",
-        default="mnist_vit",
+        default="digits_vit",
         help="for dtem.create_model; default %(default)s, which is small and comes with dtem",
     )
     parser.add_argument("--r", type=int, default=48, help="tokens merged per block; default %(default)s")

@@ -2,7 +2,7 @@
 
 * Python blocks of a page run one after the other, as a reader would run them. Models have random weights; `images`,
   `loader`, cat.jpg and digit.png are there. A block after ``<!-- parsed only: REASON -->`` is compiled.
-* Commands of dtem go through the real parser; those that take a second (`flops`, or with mnist_vit) are run. Other
+* Commands of dtem go through the real parser; those that take a second (`flops`, or with digits_vit) are run. Other
   programs must be known here, with the files, targets and extras that they name.
 * Examples (``>>>``) in the docstrings of public functions run in the same surroundings, each docstring on its own.
 """
@@ -146,7 +146,7 @@ def test_commands_are_right(page: Path, capsys: pytest.CaptureFixture[str]) -> N
 def quick(verb: str, *arguments: str) -> bool:
     """Whether it takes a second and needs no network (hf:NAME does)."""
     return (verb == "flops" and not any(":" in word for word in arguments)) or (
-        verb == "show" and "mnist_vit" in arguments
+        verb == "show" and "digits_vit" in arguments
     )
 
 

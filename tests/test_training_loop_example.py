@@ -20,7 +20,7 @@ def test_it_trains_saves_and_reloads(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2", "step 3", "my.safetensors"]
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines[:3]]
     assert losses[2] < losses[0]
-    model = dtem.create_model("mnist_vit")
+    model = dtem.create_model("digits_vit")
     dtem.patch(model, "dtem", r=48).save_pretrained(tmp_path / "untrained.safetensors")
     trained, untrained = (load_file(tmp_path / f"{name}.safetensors") for name in ("my", "untrained"))
     assert trained.keys() == untrained.keys()

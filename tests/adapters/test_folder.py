@@ -193,5 +193,5 @@ def test_overview_has_the_numbers_of_the_cards() -> None:
     for row in deit.accuracy:
         value, low, high = row.against_tome
         assert f"| {row.r} | embeddings + norms | {row.top1:.1f} | {value:+.1f} ({low:+.1f} … {high:+.1f}) |" in text
-    assert by_name["mnist_vit"].accuracy
+    assert by_name["digits_vit"].accuracy
     assert "+2.9 (+1.1 … +4.7)" in str(overview)

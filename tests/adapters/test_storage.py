@@ -276,7 +276,7 @@ def test_shipped_name(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(saved, package / "shipped" / "tiny-vit.safetensors")
     monkeypatch.setattr(locate.resources, "files", lambda name: package)
     assert torch.equal(run(dtem.from_pretrained("tiny-vit", tiny()).model), run(trained().model))
-    with pytest.raises(dtem.DtemError, match="shipped: mnist_vit, tiny-vit"):
+    with pytest.raises(dtem.DtemError, match="shipped: digits_vit, tiny-vit"):
         dtem.from_pretrained("small-vit", tiny())
 
 

@@ -27,7 +27,7 @@ from benchmarks.reproduce import specs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-CARDS = (*sorted((ROOT / "src/dtem/adapters/shipped").glob("*.md")), ROOT / "src/dtem/models/assets/mnist_vit.md")
+CARDS = (*sorted((ROOT / "src/dtem/adapters/shipped").glob("*.md")), ROOT / "src/dtem/models/assets/digits_vit.md")
 PAGES = (ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "api.md"), *CARDS)
 PENDING: dict[str, str] = {}
 WITHOUT_RECORD = {"setting", "paper"}
@@ -112,7 +112,7 @@ def problems(text: str) -> list[str]:
 def records() -> dict[str, Path]:
     """Files of all records, by name."""
     files = {path.stem: path for path in RESULTS.rglob("*.json")}
-    return {**files, "mnist_vit": ROOT / "src/dtem/models/assets/mnist_vit.record.json"}
+    return {**files, "digits_vit": ROOT / "src/dtem/models/assets/digits_vit.record.json"}
 
 
 @functools.cache

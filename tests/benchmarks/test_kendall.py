@@ -4,7 +4,7 @@ import torch
 
 import dtem
 from benchmarks.reproduce.kendall import correlations, kendall
-from dtem.models import mnist_vit
+from dtem.models import digits_vit
 
 
 def test_tau_counts_concordant_pairs():
@@ -22,9 +22,9 @@ def test_ties_are_broken_by_index():
 
 
 def test_embeddings_that_start_from_the_keys_rank_as_the_keys_do():
-    host, images = mnist_vit.create(), torch.randn(1, 1, 28, 28)
-    same = correlations(host, dtem.patch(mnist_vit.create(), "dtem"), images)
-    other = correlations(host, dtem.patch(mnist_vit.create(), "dtem", init="random"), images)
+    host, images = digits_vit.create(), torch.randn(1, 1, 56, 56)
+    same = correlations(host, dtem.patch(digits_vit.create(), "dtem"), images)
+    other = correlations(host, dtem.patch(digits_vit.create(), "dtem", init="random"), images)
     assert same.shape == (1, 12)
     assert same.min() > 0.999
     assert other.max() < 0.95

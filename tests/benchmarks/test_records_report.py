@@ -121,12 +121,12 @@ def test_the_documentation_is_in_step_with_the_records():
 
 
 def test_plan_and_run_from_the_command_line(photographs, tmp_path, capsys):
-    command = ["temperature", "--data", str(photographs), "--model", "mnist_vit", "--work", str(tmp_path)]
+    command = ["temperature", "--data", str(photographs), "--model", "digits_vit", "--work", str(tmp_path)]
     command += ["--updates", "1", "--seeds", "0"]
     assert reproduce([*command, "--plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["left"] == 4
     assert reproduce([*command, "--only", "tome", "--out", str(tmp_path / "records")]) == 0
-    assert "Small scale: mnist_vit" in capsys.readouterr().out
+    assert "Small scale: digits_vit" in capsys.readouterr().out
     written = record.load_record(tmp_path / "records" / "temperature-small.json")
     assert len(written.results["missing"]) == 5, "the others are not run, and listed as missing"
     assert (tmp_path / "temperature" / "small" / "temperature-small.svg").is_file()

@@ -44,7 +44,7 @@ def test_a_study_from_beginning_to_table(setup, photographs, counted):
     assert collected.results["about"]["training_images"] == 16, "train and extra"
     assert [claim["rate"] for claim in collected.results["claims"]] == ["8", "16", "16"]
     text = "\n".join(map(as_markdown, study_tables(setup.study, collected)))
-    assert "Small scale: mnist_vit" in text
+    assert "Small scale: digits_vit" in text
     assert "Not to be compared" in text
     assert text.count("Small scale") == 2, "every table of numbers that were measured says so"
     assert "Printed in the paper, full scale: DeiT-S" in text

@@ -88,7 +88,17 @@ def test_every_image_is_in_one_part_of_a_search(photographs, tmp_path):
 
 def test_from_the_command_line(photographs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(search, "_held_out_loss", lambda setup, cell, lr, folder: abs(lr - 1e-4))
-    command = ["modular", "--data", str(photographs), "--model", "mnist_vit", "--work", str(tmp_path), "--updates", "1"]
+    command = [
+        "modular",
+        "--data",
+        str(photographs),
+        "--model",
+        "digits_vit",
+        "--work",
+        str(tmp_path),
+        "--updates",
+        "1",
+    ]
     command += ["--only", "paper's recipe*"]
     assert main([*command, "--plan"]) == 0
     assert "to search" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A tiny study: mnist_vit on a few digits."""
+"""A tiny study: digits_vit on a few digits."""
 
 from pathlib import Path
 from typing import Any
@@ -37,4 +37,4 @@ def study(**changes: Any) -> Study:
 
 
 def setup_of(spec: Study, data: Path, work: Path) -> StudySetup:
-    return StudySetup(spec, "small", work, str(data), {"name": "mnist_vit"}, {}, {"drop_path": 0.0})
+    return StudySetup(spec, "small", work, str(data), {"name": "digits_vit"}, {}, {"drop_path": 0.0})

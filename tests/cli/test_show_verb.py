@@ -48,9 +48,9 @@ def test_tables_say_what_foreground_is(photo: str, capsys: pytest.CaptureFixture
 
 
 def test_the_shipped_digit_reader(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", photo, "--model", "mnist_vit", "--r", "16", "--json"]) == 0
+    assert main(["show", photo, "--model", "digits_vit", "--r", "16", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["adapters"] == ["mnist_vit.dtem.safetensors"]
+    assert document["adapters"] == ["digits_vit.dtem.safetensors"]
     tome, ours = document["rows"]
     assert tome["tokens"][-1] == ours["tokens"][-1] == 11
     assert tome["allocation"] != ours["allocation"]  # the embeddings are trained
@@ -83,8 +83,8 @@ def test_a_model_without_a_classifier_says_nothing(photo: str, capsys: pytest.Ca
 def test_a_file_that_is_no_image(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "host.safetensors", *TINY]) == 2
     assert "host.safetensors is not an image file" in capsys.readouterr().err
-    assert main(["show", photo, "--model", "mnist_vit", "--global-pool", "avg"]) == 2
-    assert "mnist_vit has a fixed configuration" in capsys.readouterr().err
+    assert main(["show", photo, "--model", "digits_vit", "--global-pool", "avg"]) == 2
+    assert "digits_vit has a fixed configuration" in capsys.readouterr().err
 
 
 SEGMENTER = ["--model", "seg_t_linear_16", "--random-weights", "--img-size", "32", "--method", "tome", "--r", "50%"]

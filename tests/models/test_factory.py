@@ -40,9 +40,9 @@ def test_own_models_by_name() -> None:
     segmenter = dtem.create_model("seg_t_linear_16", pretrained=False, num_classes=3, img_size=(32, 64))
     assert isinstance(segmenter, Segmenter)
     assert (segmenter.num_classes, segmenter.pretrained_cfg["input_size"]) == (3, (3, 32, 64))
-    first, second = (dtem.create_model("mnist_vit") for _ in range(2))
+    first, second = (dtem.create_model("digits_vit") for _ in range(2))
     assert equal(first, second.state_dict())
-    assert not equal(dtem.create_model("mnist_vit", pretrained=False), first.state_dict())
+    assert not equal(dtem.create_model("digits_vit", pretrained=False), first.state_dict())
 
 
 def test_models_are_in_eval_mode_with_their_options() -> None:
@@ -82,7 +82,7 @@ def test_a_captioner_has_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_weights_from_a_file(vit_folder: Path, tmp_path: Path) -> None:
-    for name in ("test_vit", str(vit_folder), "mnist_vit", "seg_t_linear_16"):
+    for name in ("test_vit", str(vit_folder), "digits_vit", "seg_t_linear_16"):
         trained = dtem.create_model(name, pretrained=False).state_dict()
         path = tmp_path / "weights.safetensors"
         save_file(trained, path)
@@ -110,7 +110,7 @@ def test_encoder_weights_of_a_segmenter(tmp_path: Path) -> None:
         ("test_vit", {"img_size": 150}, "150x150 is not a multiple of the patch size, 16"),
         ("test_vit", {"pixel_norm": "half"}, "pixel_norm = 'half' is for a Segmenter"),
         ("test_vit", {"encoder_weights": Path("a.pth")}, "encoder_weights = 'a.pth' is for a Segmenter"),
-        ("mnist_vit", {"img_size": 32}, "img_size: mnist_vit has a fixed configuration"),
+        ("digits_vit", {"img_size": 32}, "img_size: digits_vit has a fixed configuration"),
         ("seg_t_mask_16", {"global_pool": "avg"}, "global_pool = 'avg' is for classifiers"),
         ("seg_t_mask_16", {"pixel_norm": "zero"}, "pixel_norm = 'zero' is not known; choose one of: half, imagenet"),
         ("seg_t_mask_16", {"num_classes": 0}, "num_classes = 0: a Segmenter needs classes"),
@@ -181,7 +181,7 @@ def test_the_hub_is_offline_only_without_a_network(monkeypatch: pytest.MonkeyPat
 def test_list_models() -> None:
     names = dtem.list_models()
     assert names == sorted(set(names))
-    assert {"deit_tiny_patch16_224", "lvvit_s", "seg_s_mask_16", "mnist_vit", "eva02_tiny_patch14_224"} <= set(names)
+    assert {"deit_tiny_patch16_224", "lvvit_s", "seg_s_mask_16", "digits_vit", "eva02_tiny_patch14_224"} <= set(names)
     assert dtem.list_models("deit3_small*") == ["deit3_small_patch16_224", "deit3_small_patch16_384"]
     assert dtem.list_models("resnet*") == []
 

@@ -125,7 +125,7 @@ def test_adapters_cards_and_records_name_the_commit(vits: dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("mnist_vit", {}), ("seg_t_linear_16", {"pretrained": False}), ("test_vit", {"pretrained": False}), (".", {})],
+    [("digits_vit", {}), ("seg_t_linear_16", {"pretrained": False}), ("test_vit", {"pretrained": False}), (".", {})],
 )
 def test_what_has_no_revision(name: str, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -128,8 +128,8 @@ def test_a_model_is_compared_without_patching_it(photo: Image.Image, tmp_path: P
     assert all(view.r == "5" for view in shown.views.values())
     assert not hasattr(model, "dtem")
     assert shown.picture().size == shown.picture([2]).size
-    named = dtem.show("mnist_vit", photo)
-    assert (named.adapters, named.views["dtem"].r, named.notes) == (("mnist_vit.dtem.safetensors",), "16", ())
+    named = dtem.show("digits_vit", photo)
+    assert (named.adapters, named.views["dtem"].r, named.notes) == (("digits_vit.dtem.safetensors",), "16", ())
     (note,) = dtem.show(model, photo, methods=["dtem"], r=5).notes
     assert "untrained" in note
 
@@ -138,7 +138,7 @@ def test_what_does_not_go_together(photo: Image.Image) -> None:
     handle = dtem.patch(tiny(), r=4)
     for wrong, match in (
         ({"methods": "evit"}, "patched already"),
-        ({"adapters": "mnist_vit"}, "patched already"),
+        ({"adapters": "digits_vit"}, "patched already"),
         ({"img_size": 32}, "img_size: options of a model that is named"),
         ({"part": "mlp"}, "part = 'mlp' is for a Segmenter"),
         ({"short_side": 8}, "short_side = 8 is for a Segmenter"),

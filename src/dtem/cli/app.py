@@ -29,7 +29,7 @@ examples:
   dtem app --model deit_tiny_patch16_224 --weights deit.safetensors
   dtem app --model deit_small_patch16_224 --adapter my.safetensors --record results/record.json --port 8000
 """
-DIGITS = "mnist_vit"
+DIGITS = "digits_vit"
 
 
 def add_arguments(parser: VerbParser) -> None:

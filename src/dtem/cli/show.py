@@ -5,7 +5,7 @@ The table shows how the remaining tokens are distributed. A token that holds sev
 equal parts. Foreground is given by --mask, or estimated: patches to which the class token of the unmerged model attends
 more than evenly (mean over heads and blocks). That is the model's own estimate, not a segmentation.
 
-`dtem` uses the shipped adapters of deit_tiny_patch16_224, vit_tiny_patch16_224 and mnist_vit (a digit classifier that
+`dtem` uses the shipped adapters of deit_tiny_patch16_224, vit_tiny_patch16_224 and digits_vit (a digit classifier that
 works offline); for other models give yours as --adapter: untrained, dtem merges exactly as tome does.
 """
 
@@ -21,7 +21,7 @@ EXAMPLES = """\
 examples:
   dtem show cat.jpg --method tome,dtem --r 16
   dtem show cat.jpg --method tome,evit --r 13 --mask cat-mask.png --blocks all --out cat.svg
-  dtem show seven.png --model mnist_vit --r 32
+  dtem show seven.png --model digits_vit --r 16
   dtem show street.jpg --model seg_t_mask_16 --weights seg.safetensors --labels camvid --adapter my.safetensors --r 40%
 """
 BLOCKS = ("some", "all", "last")

@@ -41,7 +41,7 @@ def create_model(
 
     Args:
         name: a timm name (``deit_small_patch16_224``); ``hf:owner/name``, a Hub id or a folder that `save_pretrained`
-            wrote (transformers); or one of dtem's own: ``lvvit_s``, ``seg_s_mask_16``, …, ``mnist_vit``. A GIT
+            wrote (transformers); or one of dtem's own: ``lvvit_s``, ``seg_s_mask_16``, …, ``digits_vit``. A GIT
             captioner comes with its tokenizer, as ``model.tokenizer``. A Hub id may name its revision:
             ``hf:owner/name@revision``.
         pretrained: load the published weights, downloaded once; False: random ones.
@@ -59,7 +59,7 @@ def create_model(
         >>> model = dtem.create_model("deit_tiny_patch16_224", pretrained=False)
         >>> handle = dtem.patch(model, r=16)
     """
-    from dtem.models import mnist_vit, segmenter
+    from dtem.models import digits_vit, segmenter
     from dtem.models.weights import load_weights
 
     changes: dict[str, Any] = {
@@ -70,7 +70,7 @@ def create_model(
     }
     changes = {option: value for option, value in changes.items() if value is not None}
     pretrained = pretrained and weights is None
-    if revision is not None and name in (*segmenter.PRESETS, "mnist_vit"):
+    if revision is not None and name in (*segmenter.PRESETS, "digits_vit"):
         raise DtemError(f"revision = {revision!r} is for a model of the Hub, and {name} is dtem's own; leave it out")
     if name not in segmenter.PRESETS:
         for option, value in (("encoder_weights", encoder_weights), ("pixel_norm", pixel_norm)):
@@ -79,10 +79,10 @@ def create_model(
     if name in segmenter.PRESETS:
         own = changes if pixel_norm is None else {**changes, "pixel_norm": pixel_norm}
         model = _segmenter(name, pretrained, weights, encoder_weights, own)
-    elif name == "mnist_vit":
+    elif name == "digits_vit":
         for option in changes:
-            raise DtemError(f"{option}: mnist_vit has a fixed configuration; leave it out")
-        model = mnist_vit.create(pretrained)
+            raise DtemError(f"{option}: digits_vit has a fixed configuration; leave it out")
+        model = digits_vit.create(pretrained)
     elif is_transformers_name(name):
         model = hub.create(name, pretrained, with_tokenizer=weights is not None, revision=revision, **changes)
     else:
@@ -108,7 +108,7 @@ def list_models(filter: str = "") -> list[str]:
     from dtem.models import segmenter
 
     names = [name for module in _TIMM_MODULES for name in _timm().list_models(module=module)]
-    known = sorted({*names, *segmenter.PRESETS, "mnist_vit"})
+    known = sorted({*names, *segmenter.PRESETS, "digits_vit"})
     return [name for name in known if not _UNSUPPORTED.search(name) and fnmatch.fnmatch(name, filter or "*")]
 
 

@@ -1,28 +1,30 @@
-"""mnist_vit: a small ViT with DeiT's 197 tokens and 12 blocks that reads handwritten digits, for the offline demo.
+"""digits_vit: a small ViT with DeiT's 197 tokens and 12 blocks that reads cluttered digits, for the offline demo.
 
-`benchmarks/train_digits.py` made the weights; `assets/mnist_vit.md` is their card.
+`benchmarks/train_digits.py` made the weights; `assets/digits_vit.md` is their card.
 """
 
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-NAME = "mnist_vit"
+NAME = "digits_vit"
 CLASSES = 10
-MEAN, STD = 0.1307, 0.3081
+SIDE = 56
+"""Height and width of its images in pixels."""
+MEAN, STD = 0.25, 0.33
 
 
 def create(pretrained: bool = True) -> Any:
-    """The model, in eval mode: 28×28 pixels in 2×2 patches."""
+    """The model, in eval mode: 56×56 grey pixels in 4×4 patches."""
     from timm.models.vision_transformer import VisionTransformer
 
     model: Any = VisionTransformer(
-        img_size=28, patch_size=2, in_chans=1, num_classes=CLASSES, embed_dim=64, depth=12, num_heads=2, mlp_ratio=4
+        img_size=SIDE, patch_size=4, in_chans=1, num_classes=CLASSES, embed_dim=64, depth=12, num_heads=2, mlp_ratio=4
     )
     # Its name, so that adapter files can tell it from other models, and how images are to be prepared for it.
     model.pretrained_cfg = {
         "architecture": NAME,
-        "input_size": (1, 28, 28),
+        "input_size": (1, SIDE, SIDE),
         "mean": (MEAN,),
         "std": (STD,),
         "crop_pct": 1.0,
