@@ -134,6 +134,9 @@ KINDRED = ("rope_mixed", "perception", "hf_aimv2", "hf_internvl")
 ON_EVERY_HOST = ("dtem", "tome")
 """Methods that are tested on every host; all others, with the same interface, on FEW hosts."""
 
+BY_DEFAULT = ("distilled", "mae")
+"""Of FEW, the hosts on which those others are tested by default; on the rest of FEW, by `make test-slow`."""
+
 DENSE_ONLY = ("algm",)
 """Methods that only models for dense prediction support."""
 
@@ -214,13 +217,17 @@ def pairs(names: Iterable[str] = HOSTS, fitting: bool = True) -> list[tuple[str,
     ]
 
 
+def _by_default(name: str, method: str) -> bool:
+    if name in KINDRED:
+        return method == "dtem"
+    return method in ON_EVERY_HOST or name in BY_DEFAULT or name not in FEW
+
+
 def every(names: Iterable[str] = HOSTS, soft: bool = False, whole: bool | None = None) -> pytest.MarkDecorator:
     """Parametrise a clause by all supported hosts and methods; with `soft`, by those with a soft mode; with `whole`, by
     those that drop no patch (True) or do (False)."""
     cases = [
-        pytest.param(
-            name, method, id=f"{name}-{method}", marks=[pytest.mark.slow] * (name in KINDRED and method != "dtem")
-        )
+        pytest.param(name, method, id=f"{name}-{method}", marks=[] if _by_default(name, method) else pytest.mark.slow)
         for name, method in pairs(names)
         if not soft or (HOSTS[name].soft and built(method).has_soft_mode())
         if whole in (None, built(method).conserves_size)
