@@ -19,7 +19,10 @@ WAITING = (
     *("_local_scalar_dense", "nonzero", "nonzero_static", "masked_select", "is_nonzero", "equal", "unique_dim"),
     *("_unique", "_unique2", "unique_consecutive", "repeat_interleave.Tensor"),
 )
-STATIC = [name for name in methods.METHODS if not methods.find(name).variable_length]
+OF_TIMM = integrations.load("timm_vit").provides | {"class_token"}
+STATIC = [
+    name for name in methods.METHODS if not methods.find(name).variable_length and methods.find(name).needs <= OF_TIMM
+]
 
 
 class NoWaiting(TorchDispatchMode):
