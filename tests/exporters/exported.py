@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from contract.hosts import R, ask, fresh, images, patch
 from dtem import integrations
+from dtem.data.labels import num_classes
 from dtem.exporters import onnx, openvino, program
 from dtem.exporters.export import FORMATS, export
 
@@ -46,7 +47,7 @@ def exported(form: str, name: str, method: str, folder: str) -> dict:
     model = shallow(fresh(name))
     handle = patch(model, method, R)
     path = Path(folder, f"{name}-{method}{FORMATS[form]}")
-    labels = [f"class {number}" for number in range(5)]
+    labels = [f"class {number}" for number in range(num_classes(model))] or None
     written = export(handle, path, data=[images(name, 3)], labels=labels)
     run = {"onnx": onnx.runner, "openvino": openvino.runner, "torch": program.runner}[form](path)
     differences = {}

@@ -106,7 +106,8 @@ def test_the_file_says_what_it_is(report, case):
     assert held["r"] == "9"
     assert json.loads(held["plan"]) == [9, 9]
     assert held["method"] == method
-    assert json.loads(held["labels"]) == [f"class {number}" for number in range(5)]
+    assert ("labels" in held) != (name in ("hf_clip", "hf_siglip")), "towers without a classifier have no classes"
+    assert json.loads(held.get("labels", "[]")) in ([], [f"class {number}" for number in range(5)])
     assert held["host"].lower().startswith(("deit", "vit", "dinov2", "siglip", "clip"))
     assert ("mean" in held) != name.startswith("hf"), "what transformers keeps in a processor is not made up"
     ends = {"onnx": [".onnx"], "openvino": [".bin", ".xml"], "torch": [".pt2"]}[form]
