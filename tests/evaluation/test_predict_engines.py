@@ -1,4 +1,4 @@
-"""`dtem predict --engine` and `--ray`: the same predictions as PyTorch on one machine."""
+"""`dtem predict --engine`: the same predictions as PyTorch."""
 
 import os
 import subprocess
@@ -79,28 +79,11 @@ def test_an_engine_predicts_what_pytorch_does(engine: str, photos: Path) -> None
     assert_same(rows(photos / "engine.parquet"), rows(photos / "eager.parquet"))
 
 
-@pytest.mark.slow
-def test_ray_predicts_what_one_process_does(photos: Path) -> None:
-    pytest.importorskip("ray", reason='ray is not installed: pip install ".[ray]"')
-    predict("--out", "one.parquet")
-    predict("--out", "predictions", "--ray", "local")
-    expected = rows(photos / "one.parquet")
-    assert len(expected) == 7
-    assert "photos" not in next(iter(expected))
-    assert_same(rows(photos / "predictions"), expected)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"engine": "tensorrt"}, "engine = 'tensorrt' is not known; choose one of: eager, onnx, openvino"),
         ({"engine": "onnx", "dtype": "float16"}, "engine onnx has no float16"),
-        ({"actors": 2}, "actors = 2 must be"),
-        ({"ray": "local", "actors": 0}, "actors = 0 must be"),
-        ({"ray": "local", "workers": 2}, "workers = 2 is for a run without ray"),
-        ({"ray": "local", "data": "timm:folder/photos"}, "Ray reads folders"),
-        ({"ray": "local", "data": "nowhere"}, "there is no folder nowhere"),
-        ({"ray": "local", "out": "photos"}, "is there already"),
     ],
 )
 def test_what_does_not_go_together(options: dict, says: str, photos: Path) -> None:

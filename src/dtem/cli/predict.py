@@ -2,8 +2,7 @@
 
 Predictions are saved every 20 seconds in OUT.parts: the same command again resumes an interrupted run. Images that
 cannot be read are rows with the reason in the column `error`, and are listed at the end. Under `accelerate launch`
-every process predicts its share; on several machines --out must be on a shared disk. With --ray, Ray Data does it, on
-this machine or a cluster that has dtem installed, into a new folder or URL of Parquet files; such a run is not resumed.
+every process predicts its share; on several machines --out must be on a shared disk.
 """
 
 import os
@@ -21,7 +20,6 @@ examples:
   dtem predict photos --model deit_tiny_patch16_224 --adapter deit_tiny_patch16_224 --r 16 --out preds.parquet
   dtem predict 'wds:shards/images-{0000..0099}.tar' --model deit_small_patch16_224 --r 13 --out preds.parquet
   dtem predict photos --r 13 --engine onnx --out preds.parquet
-  dtem predict s3://bucket/photos --r 13 --ray auto --actors 8 --device cuda --out s3://bucket/preds
   accelerate launch --num_processes 4 -m dtem.cli predict photos --r 13 --device cuda --dtype bfloat16 --out p.parquet
 """
 
@@ -29,8 +27,8 @@ examples:
 def add_arguments(parser: VerbParser) -> None:
     """Options of this verb."""
     add = parser.group("data").add_argument
-    add("data", metavar="DATA", help="folder of images, or timm:…, hf:…, wds:…; with --ray a folder or URL")
-    add("--out", metavar="FILE", required=True, help="the Parquet file; with --ray a new folder or URL")
+    add("data", metavar="DATA", help="folder of images, or timm:…, hf:…, wds:…")
+    add("--out", metavar="FILE", required=True, help="the Parquet file")
     add("--top", metavar="N", type=int, default=5, help="classes per image; default %(default)s")
     add("--labels", metavar="FILE", help="names of the classes, one per line")
     add("--limit", metavar="N", type=int, help="predict only the first N images")
@@ -44,14 +42,6 @@ def add_arguments(parser: VerbParser) -> None:
         default="eager",
         help="what runs the model; default %(default)s",
     )
-    add("--ray", metavar="ADDRESS", help="by Ray Data: auto, ray://HOST:10001, or local for a Ray on this machine")
-    add(
-        "--actors",
-        metavar="N",
-        type=int,
-        default=1,
-        help="with --ray: models at once, a CPU core or GPU each; default 1",
-    )
 
 
 def run(args: Namespace) -> int:
@@ -60,7 +50,6 @@ def run(args: Namespace) -> int:
     import dtem
 
     settings = options.named(args, "labels", "top", "batch_size", "workers", "device", "dtype", "limit", "engine")
-    settings |= options.named(args, "ray", "actors")
     report = dtem.predict(options.build_handle(args), args.data, args.out, **settings)
     if os.environ.get("RANK", "0") == "0":
         print_report(args, report)

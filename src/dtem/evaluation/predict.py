@@ -21,10 +21,10 @@ from dtem.data.preprocessing import resolve_data_config
 from dtem.data.sources import Record, Source
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
-from dtem.evaluation import ray_predictions
 from dtem.evaluation.prediction_files import PartialPredictions, Row, batch_rows, prediction_row
 from dtem.evaluation.variants import RunSettings
 from dtem.exporters import engines
+from dtem.exporters.program import Runner
 from dtem.files import lock
 from dtem.handle import Handle
 from dtem.measure import record
@@ -45,7 +45,7 @@ class PredictReport(Report):
     model: str
     r: str
     path: str
-    """The Parquet file; with Ray the folder or URL of such files."""
+    """The Parquet file."""
     images: int
     resumed_after: int
     """Images that an earlier, interrupted run had predicted."""
@@ -85,8 +85,6 @@ def predict(
     dtype: str = "float32",
     limit: int | None = None,
     engine: str = "eager",
-    ray: str | None = None,
-    actors: int = 1,
     progress: bool = True,
 ) -> PredictReport:
     """Predict the classes of every image of a dataset and write them as one Parquet file, in the dataset's order.
@@ -95,10 +93,6 @@ def predict(
     An image that cannot be read is a row with the reason in its column ``error``. Under ``accelerate launch`` every
     process predicts its share; on several machines `out` must be on a shared disk. A second run into the same file is
     refused while the first is at work.
-
-    With `ray`, Ray Data does it, on this machine or a cluster that has dtem installed: `data` is a folder or a URL
-    (``s3://…``), `out` a new folder or URL of Parquet files with the same columns, in no order (``position`` and
-    ``label`` are null). Ray repeats what a lost worker had; a run is not resumed.
 
     Args:
         model: a classifier, patched or not, or the handle of a patched one.
@@ -114,8 +108,6 @@ def predict(
         limit: predict only this many images, the first ones.
         engine: what runs the model: PyTorch ``eager``, or ``onnx`` (onnxruntime) or ``openvino`` on the CPU, from a
             file that `dtem.export` writes and checks first.
-        ray: address of a Ray cluster (``auto``, ``ray://host:10001``), or ``local`` for a Ray on this machine.
-        actors: with `ray`: models at work at the same time, each on one CPU core, or one GPU with ``device="cuda"``.
         progress: show a progress bar.
 
     Examples:
@@ -138,12 +130,6 @@ def predict(
     if engine not in ENGINES:
         raise DtemError(f"engine = {engine!r} is not known; choose one of: {', '.join(ENGINES)}")
     engines.check_engine(engine, dtype, device)
-    if actors < 1 or (ray is None and actors > 1):
-        raise DtemError(f"actors = {actors} must be 1 or more, and more than 1 with ray = 'local' or an address")
-    if ray is not None:
-        ray_predictions.check_places(os.fspath(data), os.fspath(out))
-        if workers:
-            raise DtemError(f"workers = {workers} is for a run without ray, whose tasks decode images; leave it out")
     names = class_labels(model, labels)
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
@@ -151,26 +137,6 @@ def predict(
             stack.enter_context(handle.at(r=r))
         rate = str(handle.r) if handle else "0"
         forward_of = functools.partial(_forward, engine=engine, dtype=dtype)
-        if ray is not None:
-            config = resolve_data_config(model)
-            images, unreadable = ray_predictions.predict_on_ray(
-                model,
-                forward_of,
-                eval_transform(config),
-                config["input_size"],
-                os.fspath(data),
-                os.fspath(out),
-                address=ray,
-                actors=actors,
-                gpu=device == "cuda",
-                dtype=settings.autocast if engine == "eager" else None,
-                top=top,
-                labels=names,
-                batch_size=batch_size,
-                limit=limit,
-                progress=progress,
-            )
-            return PredictReport(host.name, rate, os.fspath(out), images, 0, unreadable)
         source = sources.open_source(os.fspath(data))
         identity = {
             "model": host.name,
@@ -195,7 +161,7 @@ def predict(
 
 def _predict_here(
     model: nn.Module,
-    forward_of: Callable[[nn.Module], ray_predictions.Forward],
+    forward_of: Callable[[nn.Module], Runner],
     source: Source,
     out: Path,
     identity: dict[str, Any],
@@ -230,13 +196,13 @@ def _predict_here(
     return saved
 
 
-def _forward(model: nn.Module, engine: str, dtype: str) -> ray_predictions.Forward:
+def _forward(model: nn.Module, engine: str, dtype: str) -> Runner:
     """The model in an engine; PyTorch runs it as it is, under autocast."""
     return integrations.as_logits_fn(model) if engine == "eager" else engines.build(model, engine, dtype)
 
 
 def _predictions(
-    forward: ray_predictions.Forward,
+    forward: Runner,
     loader: Loader,
     top: int,
     labels: Sequence[str] | None,
