@@ -71,6 +71,7 @@ def main() -> int:
         "--r", default=",".join(map(str, RATES)), help="ToMe's r whose GFLOPs are the budgets; terms: the last one only"
     )
     add("--name", default="frozen", help="of the record")
+    add("--done", action="store_true", help="run nothing more: a record of what lies in --work")
     add("--limit", type=int, help="this many photographs only (to try things out)")
     add("--work", type=Path, default=Path("runs/frozen"))
     common.add_arguments(parser)
@@ -84,6 +85,8 @@ def main() -> int:
     common.check_settings(work, {"model": args.model, "limit": args.limit, "data": data})
     limits = dict(sorted(budgets(args).items(), reverse=True))
     pairs = [(r, name) for r in limits for name, entry in entries.items() if not entry.term or r == max(limits)]
+    if args.done:
+        pairs = [(r, name) for r, name in pairs if stored(work, name, r).exists()]
     rows = [evaluate(args, work, name, entries[name], r, limits[r]) for r, name in pairs]
     results = {"model": args.model, "budgets": {str(r): limit for r, limit in limits.items()}}
     results |= {"images": len(unmerged(args, work)), "rows": [reference(args, work), *compared(work, rows)]}

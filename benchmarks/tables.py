@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, frozen_tables
 from dtem.measure import record
 from dtem.measure.statistics import Difference
 
@@ -410,6 +410,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "demo": ("demo", demo),
     "learned-schedule": ("learned_schedule", learned_schedule),
     "rivals": ("rivals", rivals),
+    "frozen": ("frozen", frozen_tables.frozen),
     "proof": ("proof", proof),
     "end-to-end": ("end_to_end", end_to_end),
     "speed": ("speed", speed),
