@@ -70,7 +70,9 @@ class Ppt(Method):
         score = self._significance(tokens, taps)
         kept, gone = ops.prune(score, r, prefix)
         matching = ops.match(taps.k.mean(dim=1), r, prefix)
-        pooled = score[:, prefix:].var(dim=1) < self.config.threshold
+        patches = score.shape[1] - prefix
+        variance = (score[:, prefix:] - 1 / patches).square().sum(dim=1) / (patches - 1)
+        pooled = variance < self.config.threshold
         x, new_size = ops.merge(tokens.x, size, matching)
         x = torch.where(pooled[:, None, None], x, ops.take(tokens.x, kept))
         new_size = torch.where(pooled[:, None], new_size, size.gather(1, kept))
