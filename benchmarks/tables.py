@@ -411,6 +411,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "learned-schedule": ("learned_schedule", learned_schedule),
     "rivals": ("rivals", rivals),
     "frozen": ("frozen", frozen_tables.frozen),
+    "similarity-terms": ("frozen", frozen_tables.terms),
     "proof": ("proof", proof),
     "end-to-end": ("end_to_end", end_to_end),
     "speed": ("speed", speed),
