@@ -297,7 +297,7 @@ def test_in_a_browser(url: str, browser: Any, until: Callable[..., Any], bad: Pa
     first, image = picture(browser, "tome"), picture(browser, UNMERGED)
     assert pixels(first).size == pixels(image).size == (168, 168)
     drawn = "return [...document.querySelectorAll('#examples img')].map(e => e.naturalWidth)"
-    assert browser.execute_script(drawn) == [28] * 6
+    assert browser.execute_script(drawn) == [56] * 6
 
     # The sliders: another r, another block, another picture.
     type_number(browser, "rate", 40)

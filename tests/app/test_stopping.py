@@ -50,7 +50,7 @@ def noise_png(seed: int) -> bytes:
 def ask(client: httpx.Client, url: str, seed: int) -> str:
     """Upload an image and have it explored."""
     path = client.post(f"{url}gradio_api/upload", files={"files": ("a.png", noise_png(seed))}).json()[0]
-    body = {"data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, 0, "digits_vit", ["tome"], 8 + seed % 3, 3]}
+    body = {"data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, 0, "digits_vit", ["tome"], 8 + seed % 3, 1]}
     event = client.post(f"{url}gradio_api/call/explore", json=body).json()["event_id"]
     return client.get(f"{url}gradio_api/call/explore/{event}").text
 

@@ -183,7 +183,7 @@ def test_tables(run, folder: Path) -> None:
         "(paper)",
         "points against",
         "Against tome at the same r",
-        "McNemar p",
+        "McNemar",
         "6 images",
         "dtem bench",
     ):
@@ -239,7 +239,7 @@ def test_the_image_size_reaches_the_images(run, folder: Path, tmp_path) -> None:
         (["--method", "tomato"], ["'tomato'", "tome"]),
         (["--method", ""], ["''"]),
         (["--adapter", "{}/none.safetensors"], ["none.safetensors"]),
-        (["--adapter", "{}/w.safetensors"], ["w.safetensors", "no dtem adapter"]),
+        (["--adapter", "{}/w.safetensors"], ["w.safetensors", "not a dtem adapter"]),
         (["--adapter", "{}/a.safetensors", "--adapter", "{}/b.safetensors"], ["'dtem' is taken", "LABEL=FILE"]),
         (["--adapter", "tome={}/a.safetensors"], ["'tome' is a method and the label of an adapter"]),
         (["--adapter", "unmerged={}/a.safetensors"], ["'unmerged' is taken"]),

@@ -51,7 +51,7 @@ EVERY = QUICK | {
     "caption": ["caption", "photos/0/000.png", "--model", "git", "--r", "3", "--max-new-tokens", "2"],
     "average": ["average", "a.safetensors", "b.safetensors", "--out", "mean.safetensors"],
 }
-LONG = {"app", "demo"}  # a server, and minutes of training: their own tests
+LONG = {"app", "ask", "demo", "tune"}  # a server, another model, minutes of training, measured costs: their own tests
 
 
 def test_every_verb_is_tested() -> None:

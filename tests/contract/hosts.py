@@ -140,6 +140,9 @@ BY_DEFAULT = ("distilled", "mae")
 DENSE_ONLY = ("algm",)
 """Methods that only models for dense prediction support."""
 
+CLASSIFYING = tuple(sorted(set(METHODS) - set(DENSE_ONLY)))
+"""Methods that timm's classifiers can have."""
+
 
 @functools.cache
 def _template(name: str) -> nn.Module:

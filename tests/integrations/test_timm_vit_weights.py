@@ -7,8 +7,7 @@ import safetensors.torch
 import torch
 
 import dtem
-from contract.hosts import R, every, fresh, gradients, images, lively, patch, patched, vit
-from dtem.methods import METHODS
+from contract.hosts import CLASSIFYING, R, every, fresh, gradients, images, lively, patch, patched, vit
 
 
 def mae_keys(depth):
@@ -57,7 +56,7 @@ LAST_OF_A_PLAIN_HOST = ["attn.proj", "mlp.fc2", "mlp"]
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSIFYING)
 @pytest.mark.parametrize(
     ("build", "names"), [(everything, WATCHED), (vit(), LAST_OF_A_PLAIN_HOST)], ids=["every part", "plain"]
 )
@@ -83,7 +82,7 @@ def test_a_hook_fires_and_what_it_sees_stays(build, names, method, grad):
             assert torch.equal(shared, copied), f"{name}: the tensor was overwritten after the hook saw it"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSIFYING)
 def test_a_hook_may_replace_what_it_sees(method):
     model, _ = patched("deit", method)
     x = images("deit")
@@ -129,7 +128,7 @@ def test_autocast(name, mode, dtype):
         assert handle.method.embeddings[0][0].weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSIFYING)
 def test_double_precision(method):
     model, _ = patched("deit", method)
     x = images("deit")

@@ -127,9 +127,9 @@ def by_hand(plan: tuple[int, ...], method: str) -> int:
     """MACs of `tiny` (64 patches of 4×4×3, 1 class token, width 32, 2 heads of 16, 5 classes)."""
     c, head, n = 32, 16, 65
     macs = 64 * 48 * c
-    for r in plan:
+    for layer, r in enumerate(plan):
         macs += n * c * 3 * c + 2 * n * n * c + n * c * c  # qkv, q·k and attention·v, projection
-        if r:
+        if r and layer < len(plan) - 1:  # after the last block only the class token is read: r patches are dropped
             a = (n - 1) // 2  # even positions after the class token at 0
             macs += a * (n - 1 - a) * head  # cosines
             macs += n * c * head if method == "dtem" else 0  # the embedding

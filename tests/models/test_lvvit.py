@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import dtem
 import dtem.models
-from contract.hosts import fresh, images, patched, vit
+from contract.hosts import CLASSIFYING, fresh, images, patched, vit
 from dtem import cli, ops
-from dtem.methods import METHODS
 from dtem.models.weights import load_weights
 
 TINY = {"width": 32, "depth": 4, "patch": 4, "patches": 64, "classes": 5}
@@ -171,7 +170,7 @@ def test_a_schedule_comes_back_from_a_file(tmp_path) -> None:
         assert torch.equal(again.model(images("lvvit")), model(images("lvvit")))
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"patch_merger"}))  # its tokens hold no patches
+@pytest.mark.parametrize("method", sorted(set(CLASSIFYING) - {"patch_merger"}))  # its tokens hold no patches
 def test_the_head_needs_no_unmerging(method: str) -> None:
     """The best token is the best patch of the full grid; patches that were dropped are not asked."""
     model, handle = patched("lvvit", method, r=[9, 9, 9, 0])
