@@ -149,10 +149,10 @@ def test_the_curve_of_the_shipped_model_and_the_current_point() -> None:
 
     model = digit_model()
     assert all(picture.size == (56, 56) for picture in model.examples)
-    result = Explorer([model]).explore(model.examples[0], digits_vit.NAME, ["tome", "dtem"], 18)
+    result = Explorer([model]).explore(model.examples[0], digits_vit.NAME, ["tome", "dtem"], 12)
     drawn = page.curve(result)
     assert "<svg" in drawn
-    assert "Ringed: r = 18" in drawn
+    assert "Ringed: r = 12" in drawn
     title, lines = load_accuracies(digits_vit.asset("record.json"))
     assert load_accuracies(digits_vit.asset("record.json"), f"{digits_vit.NAME}.tag")[0] == title
     assert title.startswith("digits_vit on 1000 images")
