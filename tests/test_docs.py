@@ -273,6 +273,7 @@ def test_examples_in_docstrings_run(public: str, surroundings: dict[str, Any], m
     monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **narrow, **options))
     shorter = {
         "compare": {"methods": "tome", "timed_batch_size": ()},
+        "demo": {"updates": 1, "batch_size": 2, "limit": 2, "r": (16,)},
         "train": {"updates": 2, "batch_size": 2, "workers": 0},
     }
     for verb, settings in shorter.items():

@@ -117,7 +117,7 @@ def test_help_fits_a_screen(verb: str, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_one_vocabulary() -> None:
-    """A flag means the same in every verb: it takes an argument or not, and has the same choices where it lists them."""
+    """A flag means the same in every verb: it takes an argument or not, and any choices it lists are the same."""
     meanings: dict[str, set[object]] = {}
     for verb in cli.VERBS:
         for action in verb_parser(verb)._actions:

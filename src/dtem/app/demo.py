@@ -195,8 +195,8 @@ def demo(
         model_options: what `create_model` takes (``weights``, ``img_size``, …), where `model` is a name.
 
     Examples:
-        >>> print(dtem.demo(updates=100))
-        >>> dtem.demo("deit_tiny_patch16_224", "photos", max_seconds=300, out="photos.html").headline
+        >>> print(dtem.demo())
+        >>> dtem.demo("deit_tiny_patch16_224", "photos", eval_data="imagenet/val", out="photos.html").headline
     """
     check_packages()
     page = Path(out)
