@@ -9,7 +9,6 @@ BIN := $(VENV)/$(SCRIPTS)
 UV := $(BIN)/uv pip install --quiet
 UVX := $(BIN)/uvx --quiet
 MAIN := git+https://github.com/huggingface/pytorch-image-models git+https://github.com/huggingface/transformers
-NIGHTLY := https://download.pytorch.org/whl/nightly/cpu
 TEST := -m pytest -n auto --dist loadfile -m "not slow and not gpu and not hub"
 
 .PHONY: setup demo test test-slow test-oldest test-newest test-main quality style docs bench reproduce wheel packages \
@@ -46,11 +45,11 @@ test-newest: setup
 	$(UV) --upgrade --python .venv-newest/$(SCRIPTS)/python -e ".[dev]"
 	OMP_NUM_THREADS=1 .venv-newest/$(SCRIPTS)/python $(TEST) -W default
 
-# All tests with the main branches of timm and transformers, and torch of last night.
+# All tests with the main branches of timm and transformers, and the newest torch, pre-releases included.
 test-main: setup
 	$(PYTHON) -m venv .venv-main
 	$(UV) --python .venv-main/$(SCRIPTS)/python -e ".[dev]"
-	$(UV) --upgrade --prerelease allow --python .venv-main/$(SCRIPTS)/python torch torchvision --index-url $(NIGHTLY)
+	$(UV) --upgrade --prerelease allow --python .venv-main/$(SCRIPTS)/python torch torchvision
 	$(UV) --upgrade --python .venv-main/$(SCRIPTS)/python $(MAIN)
 	OMP_NUM_THREADS=1 .venv-main/$(SCRIPTS)/python $(TEST) -W default
 
