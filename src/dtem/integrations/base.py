@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -208,14 +208,11 @@ class Merger(nn.Module):
 
 def _checksum(method: nn.Module) -> tuple[float, ...] | None:
     """One number per parameter, by which a change is seen; None if they are quantised."""
-    numbers = []
-    parameters: Iterator[Any] = method.parameters()
-    for part in parameters:
-        part = part.to_local() if is_sharded(part) else part
-        if type(part) not in (nn.Parameter, Tensor):
-            return None
-        numbers.append(0.0 if part.is_meta else part.detach().double().sum().item())
-    return tuple(numbers)
+    parameters: list[Any] = list(method.parameters())
+    parts = [part.to_local() if is_sharded(part) else part for part in parameters]
+    if any(type(part) not in (nn.Parameter, Tensor) for part in parts):
+        return None
+    return tuple(0.0 if part.is_meta else part.detach().double().sum().item() for part in parts)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
