@@ -120,37 +120,6 @@ def training_step(rows: list[dict[str, Any]]) -> list[list[str]]:
     return table
 
 
-def captioning(rows: list[dict[str, Any]]) -> list[list[str]]:
-    metrics = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")
-    table = [
-        ["method", "r", *metrics, "loss", "CIDEr against ToMe", "loss against ToMe", "tokens", "GMACs", "captions/s"]
-    ]
-    for row in rows:
-        scores = [row[name] if isinstance(row[name], str) else f"{row[name]:.1f}" for name in metrics]
-        pair = row.get("against_tome")
-        gains = [_difference(pair["CIDEr"], 1), _difference(pair["loss"], 4)] if pair else ["", ""]
-        costs = [str(row["tokens"]), f"{row['gmacs']:.2f}", f"{row['captions_per_second']:.1f}"]
-        name = {"none": "none", "tome": "ToMe", "dtem": f"DTEM ({row['seeds']} seeds)"}[row["method"]]
-        table.append([name, str(row["r"]), *scores, f"{row['loss']:.4f}", *gains, *costs])
-    return table
-
-
-def captioning_folds(rows: list[dict[str, Any]]) -> list[list[str]]:
-    metrics = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")
-    differences = ["CIDEr against ToMe", "loss against ToMe", "CIDEr against ToMe, once"]
-    table = [["method", "counted", "seeds", *metrics, "loss", *differences, "tokens", "GMACs"]]
-    for row in rows:
-        scores = [row[name] if isinstance(row[name], str) else f"{row[name]:.1f}" for name in metrics]
-        pair, once = row.get("against_tome"), row.get("against_tome_once")
-        gains = [_difference(pair["CIDEr"], 1), _difference(pair["loss"], 4)] if pair else ["", ""]
-        gains.append(_difference(once["CIDEr"], 1) if once and row["counted"] != "once" else "")
-        name = {"none": "none", "tome": "ToMe", "dtem": "DTEM"}[row["method"]]
-        costs = [str(row["tokens"]), f"{row['gmacs']:.2f}"]
-        seeds = str(row["seeds"]) if row["method"] == "dtem" else ""
-        table.append([name, row.get("counted", ""), seeds, *scores, f"{row['loss']:.4f}", *gains, *costs])
-    return table
-
-
 def captioning_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["model", "r", "batch", "beams", "tokens", "encoder", "decoder", "whole"]]
     for row in rows:
@@ -173,22 +142,6 @@ def vlm_speed(rows: list[dict[str, Any]]) -> list[list[str]]:
         against = common.spread(row["first_against_dropped"]) if "first_against_dropped" in row else ""
         memory = [f"{row['peak_bytes'] / 1e6:.0f} MB", f"{row['cache_bytes'] / 1e6:.1f} MB"]
         table.append([name, str(row["tokens"]), *times, f"{1 / row['word_seconds']:.1f}", *memory, against])
-    return table
-
-
-def segmentation(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["method", "ratio", "mIoU", "by seed", "against ToMe", "pixels", "GMACs", "im/s, one core"]]
-    for row in rows:
-        name = (
-            row["method"]
-            .replace("tome", "ToMe")
-            .replace("dtem", f"DTEM by Fisher initialisation ({len(row['miou_by_seed'])} seeds)")
-        )
-        seeds = ", ".join(f"{miou:.2f}" for miou in row["miou_by_seed"]) if len(row["miou_by_seed"]) > 1 else ""
-        gain = _difference(row["against_tome"], 2) if "against_tome" in row else ""
-        speed = "" if row["images_per_cpu_second"] is None else f"{row['images_per_cpu_second']:.1f}"
-        scores = [f"{row['miou']:.2f}", seeds, gain, f"{row['pixel_accuracy']:.2f}"]
-        table.append([name, row["ratio"], *scores, f"{row['gmacs']:.2f}", speed])
     return table
 
 
@@ -274,6 +227,14 @@ def _gain(pair: dict[str, Any] | None) -> str:
     return "" if pair is None else _difference(pair["top1"], 1)
 
 
+def features(rows: list[dict[str, Any]]) -> list[list[str]]:
+    table = [["r", "features merged by", "k-NN accuracy, %", "against ToMe (95 %)", "GFLOPs"]]
+    for row in sorted(rows, key=lambda row: int(row["r"])):
+        name = {"tome": "ToMe"}.get(row["method"], row["method"])
+        table.append([row["r"], name, f"{row['top1']:.1f}", _gain(row["against_tome"]), f"{row['macs'] / 1e9:.2f}"])
+    return table
+
+
 def proof(rows: list[dict[str, Any]]) -> list[list[str]]:
     table = [["seed", "r", "photographs", "ToMe", "DTEM", "points (95 %)", "cross-entropy (95 %)"]]
     for row in rows:
@@ -281,16 +242,6 @@ def proof(rows: list[dict[str, Any]]) -> list[list[str]]:
         differences = [_difference(both["top1"], 2), _difference(both["loss"], 3)]
         seed = {"mean": "mean of these", "all": "all in one adapter"}.get(row["seed"], str(row["seed"]))
         table.append([seed, str(row["r"]), f"{both['n']:,}", *numbers, *differences])
-    return table
-
-
-def end_to_end(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["what learned", "r", "top-1 %", "points to ToMe (95 %)", "cross-entropy", "difference (95 %)"]]
-    for row in rows:
-        pair = None if row["arm"] == rows[0]["arm"] else row["against_tome"]
-        loss = "" if pair is None else _difference(pair["loss"], 3)
-        numbers = [f"{row['top1']:.1f}", _gain(pair), f"{row['cross_entropy']:.3f}", loss]
-        table.append([row["arm"], str(row["r"]), *numbers])
     return table
 
 
@@ -412,8 +363,8 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "rivals": ("rivals", rivals),
     "frozen": ("frozen", frozen_tables.frozen),
     "similarity-terms": ("frozen", frozen_tables.terms),
+    "features": ("features", features),
     "proof": ("proof", proof),
-    "end-to-end": ("end_to_end", end_to_end),
     "speed": ("speed", speed),
     "summary": ("speed", summary),
     "long-inputs": ("long_inputs", long_inputs),
@@ -428,12 +379,9 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "composition": ("composition", composition),
     "tuning": ("tuning", tuning),
     "rope-places": ("rope_places", rope_places),
-    "captioning": ("captioning", captioning),
-    "captioning-folds": ("captioning_folds", captioning_folds),
     "captioning-speed": ("captioning_speed", captioning_speed),
     "vlm-speed-224": ("vlm_speed_224", vlm_speed),
     "vlm-speed-448": ("vlm_speed_448", vlm_speed),
-    "segmentation": ("segmentation_proof", segmentation),
     "card-deit-tiny": ("norms_deit_tiny_patch16_224", card),
     "card-augreg-tiny": ("norms_vit_tiny_patch16_224", card),
     "norms": ("norms_deit_tiny_patch16_224", norms),
@@ -459,37 +407,12 @@ def fill(text: str) -> str:
     return pattern.sub(lambda mark: f"{mark[1]}\n{render(mark[2])}\n\n{mark[3]}", text)
 
 
-def segmentation_plot(rows: list[dict[str, Any]]) -> bytes:
-    from dtem.visualise import curves, style
-
-    lines: dict[str, list[curves.Point]] = {}
-    for row in rows:
-        name = row["method"].replace("tome", "ToMe").replace("dtem", "DTEM by Fisher initialisation")
-        value, between = row["miou"], row.get("against_none")
-        ends = between and (value - between["value"] + between["low"], value - between["value"] + between["high"])
-        lines.setdefault(name, []).append(curves.Point(row["gmacs"], value, row["ratio"], ends))
-    (base,) = lines.pop("none")
-    drawn = curves.draw(lines, base=base._replace(label="unmerged"), value="mean IoU (%)", form="svg")
-    return style.standalone(drawn.decode()).encode()
-
-
-PLOTS: dict[str, tuple[str, Callable[[Any], bytes]]] = {"segmentation.svg": ("segmentation_proof", segmentation_plot)}
-
-
-def plot() -> None:
-    for name, (source, draw) in PLOTS.items():
-        measured = record.load_record(common.RESULTS / f"{source}.json")
-        (ROOT / "docs" / "research" / name).write_bytes(draw(measured.results))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 if a page differs from the records"
     )
     check = parser.parse_args().check
-    if not check:
-        plot()
     stale = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
     for page in stale:
         if check:

@@ -164,7 +164,6 @@ def test_every_record_is_used():
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     used = {name for text in texts for block in blocks(text) for name in block.origins}
     used |= {tables.TABLES[name][0] for text in texts for kind, name in MARKED.findall(text) if kind == "table"}
-    used |= {source for source, _ in tables.PLOTS.values()}
     studies = {name for text in texts for kind, name in MARKED.findall(text) if kind == "study"}
     used |= {f"{name}-{scale}" for name in studies for scale in specs.SCALES}
     assert not {path.stem for path in RESULTS.rglob("*.json")} - used
