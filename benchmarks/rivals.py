@@ -28,7 +28,7 @@ import torch
 
 import dtem
 from benchmarks import common
-from benchmarks.proof import host
+from benchmarks.crossfit import host
 from benchmarks.reproduce import image_splits, register_ablations
 from dtem.errors import DtemError
 from dtem.evaluation.classification import evaluate_classifiers
