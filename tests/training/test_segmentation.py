@@ -82,6 +82,15 @@ def test_fisher_initialisation_ignores_what_the_output_does_not_depend_on(scenes
         assert torch.equal(one, other)
 
 
+def test_norms_learn_after_fisher_initialisation(scenes: Path, tmp_path: Path) -> None:
+    only = train(model(), settings(scenes, tmp_path / "a", fisher_init=2, updates=0, epochs=0, learn=["embeddings"]))
+    changes = {"fisher_init": 2, "updates": 2, "learn": ["norms"], "loss": "distill"}
+    both = train(model(), settings(scenes, tmp_path / "b", **changes)).handle.method
+    for mine, alone in zip(both.embeddings, only.handle.method.embeddings, strict=True):
+        assert torch.equal(mine.affine.weight, alone.affine.weight), "the embeddings stay as they were initialised"
+    assert any(parameter.abs().max() > 0 for parameter in both.affine.parameters())
+
+
 def test_fisher_initialisation_that_cannot_be_is_refused(scenes: Path, tmp_path: Path) -> None:
     with pytest.raises(DtemError, match="leave grad_checkpointing out"):
         settings(scenes, tmp_path, fisher_init=2, grad_checkpointing=True)
