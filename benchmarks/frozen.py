@@ -1,14 +1,14 @@
-"""Methods beside a frozen host, at equal GFLOPs on the same photographs: without training, and with norms of their own.
+"""Methods beside a frozen host, at equal GFLOPs on the same photographs: as published, and with norms of their own.
 
-python -m benchmarks.frozen --data DIR/val --weights FILE --norms pitome=FILE --norms mctf=FILE
+python -m benchmarks.frozen --data DIR/val --train DIR/train --train DIR/extra --weights FILE --threads 1
 python -m benchmarks.frozen --data DIR/train --weights FILE --only tome,mctf,pitome,ppt --name frozen_train
 
-Budgets are ToMe's GFLOPs at r = 8, 13 and 16. `--norms METHOD=FILE` is an adapter of that method with learned norms
-(`dtem train --preset adapter --method METHOD --learn norms`); for DTEM the shipped adapter is taken, and
-`similarity_terms` are tried on it. DIR must hold photographs that no adapter has learned from, unless only methods
-without training run.
+Budgets are ToMe's GFLOPs at r = 8, 13 and 16. Without --train only what needs no training is run: methods without
+trained parts, and the shipped adapter of DTEM, on which `similarity_terms` are tried. With it, everything that
+`frozen_training` lists is trained on those photographs, without labels, and run too. --data must hold photographs that
+no adapter has learned from, unless only methods without training run.
 
-Outcomes of each photograph lie in --work; a stopped run resumes, and what is there is not run again.
+Adapters and the outcomes of each photograph lie in --work; a stopped run resumes, and what is there is not run again.
 """
 
 import argparse
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 import dtem
 from benchmarks import common
+from benchmarks.frozen_training import TRAININGS, UNTRAINED, Trainer, make_trainer
 from benchmarks.norms import scores
 from benchmarks.similarity_terms import DtemWithProtection, DtemWithTerms, TermsConfig
 from dtem import schedule
+from dtem.errors import DtemError
 from dtem.evaluation.variants import file_name
 from dtem.handle import Handle
 from dtem.measure import flops, record
@@ -34,7 +36,6 @@ from dtem.measure.statistics import mean_difference
 RATES = (8, 13, 16)
 """r of ToMe, whose GFLOPs are the budgets."""
 METRICS = ("top1", "cross_entropy", "kl")
-UNTRAINED = ("mctf", "pitome", "ppt", "evit")
 TERMS: dict[str, dict[str, Any]] = {
     "informativeness": {"tau_info": 20.0},
     "class attention": {"tau_info": 20.0, "received": False},
@@ -49,7 +50,8 @@ TERMS: dict[str, dict[str, Any]] = {
 class Entry(NamedTuple):
     """A variant: how it is made, and what it is compared with besides ToMe."""
 
-    make: Callable[[nn.Module], Handle]
+    make: Callable[[nn.Module, float], Handle]
+    """Of the host and the budget."""
     learned: str
     base: str | None = None
     """The same method with one part less."""
@@ -63,9 +65,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, required=True)
-    add("--weights", type=Path, required=True)
+    add("--weights", type=Path, help="default: the published ones")
     add("--model", default="deit_tiny_patch16_224")
-    add("--norms", action="append", default=[], metavar="METHOD=FILE")
+    add("--train", type=Path, action="append", default=[], help="photographs to learn from; may be given several times")
+    add("--updates", type=int, default=250, help="of each training")
     add("--only", help="these variants, with commas; default: all")
     add(
         "--r", default=",".join(map(str, RATES)), help="ToMe's r whose GFLOPs are the budgets; terms: the last one only"
@@ -77,13 +80,20 @@ def main() -> int:
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    entries = entries_of(dict(text.split("=", 1) for text in args.norms), args.model)
-    if args.only:
-        entries = {name: entries[name] for name in dict.fromkeys(["tome", *args.only.split(",")])}
     work = args.work / args.name
     data = record.data_hash(args.data)
     common.check_settings(work, {"model": args.model, "limit": args.limit, "data": data})
     limits = dict(sorted(budgets(args).items(), reverse=True))
+    trainer = None
+    if args.train:
+        smallest = min(limits.values())
+        trainer = make_trainer(args.model, args.weights, args.train, args.data, smallest, args.updates, work)
+    entries = entries_of(trainer, args.model)
+    if args.only:
+        names = list(dict.fromkeys(["tome", *args.only.split(",")]))
+        if unknown := [name for name in names if name not in entries]:
+            raise DtemError(f"--only {unknown[0]!r} is no variant; choose from: {', '.join(entries)}")
+        entries = {name: entries[name] for name in names}
     pairs = [(r, name) for r in limits for name, entry in entries.items() if not entry.term or r == max(limits)]
     if args.done:
         pairs = [(r, name) for r, name in pairs if stored(work, name, r).exists()]
@@ -95,24 +105,23 @@ def main() -> int:
     return 0
 
 
-def entries_of(norms: dict[str, str], shipped: str) -> dict[str, Entry]:
-    """All variants by name."""
-    entries = {
-        name: Entry(lambda model, name=name: dtem.patch(model, name), "nothing") for name in ("tome", *UNTRAINED)
-    }
-    entries["ppt in every block"] = Entry(lambda model: dtem.patch(model, "ppt"), "nothing", every_block=True)
-    for name, file in norms.items():
-        load = lambda model, file=file: dtem.from_pretrained(file, model)  # noqa: E731
-        entries[f"{name} + norms"] = Entry(load, "norms", base=name)
-    embedded = lambda model: dtem.from_pretrained(shipped, model, norms=False)  # noqa: E731
-    whole = lambda model: dtem.from_pretrained(shipped, model)  # noqa: E731
+def entries_of(trainer: Trainer | None, shipped: str) -> dict[str, Entry]:
+    """All variants by name, those that others are compared with before them."""
+    entries = {name: Entry(lambda model, _, name=name: dtem.patch(model, name), "nothing") for name in UNTRAINED}
+    entries["ppt in every block"] = Entry(lambda model, _: dtem.patch(model, "ppt"), "nothing", every_block=True)
+    embedded = lambda model, _: dtem.from_pretrained(shipped, model, norms=False)  # noqa: E731
+    whole = lambda model, _: dtem.from_pretrained(shipped, model)  # noqa: E731
     entries["dtem"] = Entry(embedded, "embeddings")
     entries["dtem + norms"] = Entry(whole, "embeddings and norms", base="dtem")
+    for name, training in TRAININGS.items() if trainer else ():
+        load = lambda model, budget, name=name: dtem.from_pretrained(trainer.adapter(name, budget), model)  # noqa: E731
+        plain, plus, _ = name.partition(" + norms")
+        entries[name] = Entry(load, training.learned, base=plain if plus else None)
     for name, options in TERMS.items():
-        make = lambda model, options=options: with_terms(whole(model), options)  # noqa: E731
+        make = lambda model, budget, options=options: with_terms(whole(model, budget), options)  # noqa: E731
         entries[f"dtem + norms + {name}"] = Entry(make, "embeddings and norms", base="dtem + norms", term=True)
     entries["dtem + norms + protection"] = Entry(
-        lambda model: protected(whole(model)), "embeddings and norms", base="dtem + norms", term=True
+        lambda model, budget: protected(whole(model, budget)), "embeddings and norms", base="dtem + norms", term=True
     )
     return entries
 
@@ -141,7 +150,7 @@ def budgets(args: argparse.Namespace) -> dict[int, float]:
 
 
 @functools.cache
-def photographs(model: str, weights: Path, data: Path, limit: int | None) -> list[tuple[Tensor, Tensor]]:
+def photographs(model: str, weights: Path | None, data: Path, limit: int | None) -> list[tuple[Tensor, Tensor]]:
     """All batches, decoded once: images and labels."""
     loader = common.open_images(dtem.create_model(model, weights=weights), data, limit=limit)
     return [(batch.images, batch.labels) for batch in loader.epoch(0)]
@@ -172,7 +181,7 @@ def evaluate(args: argparse.Namespace, work: Path, name: str, entry: Entry, r: i
     """The plan and the cost of a variant at one budget. The outcomes of every photograph go into `work`."""
     file = stored(work, name, r)
     if not file.exists():
-        handle = entry.make(fresh(args))
+        handle = entry.make(fresh(args), budget)
         base = stored(work, entry.base or "", r)
         if entry.base and not entry.term and base.exists():  # norms cost nothing
             plan = tuple(torch.load(base, weights_only=True)["about"]["plan"])
@@ -189,9 +198,11 @@ def evaluate(args: argparse.Namespace, work: Path, name: str, entry: Entry, r: i
 
 
 def solve(handle: Handle, name: str, r: int, budget: float, every_block: bool) -> tuple[int, ...]:
-    """The plan that meets a budget."""
+    """The plan that meets a budget; a method that learned its plan for that budget has it already."""
     if name == "tome":
         return schedule.clamp((r,) * handle.host.depth, handle.host.patches)
+    if (learned := handle.method.schedule()) is not None:
+        return learned
     blocks = None if every_block else handle.method.budget_blocks
     limit = schedule.Budget(budget)
     return limit.solve(handle.host.patches, handle.host.depth, handle.gflops, blocks).values
@@ -212,7 +223,7 @@ def reference(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The row of the unmerged model."""
     model, logs = fresh(args), unmerged(args, work)
     labels = torch.cat([labels for _, labels in photographs(args.model, args.weights, args.data, args.limit)])
-    count = flops.count(model, (3, 224, 224))
+    count = flops.count(model, dtem.patch(fresh(args), "tome").host.image)
     row = {"variant": "unmerged", "method": "none", "learned": "nothing", "base": None, "r": 0}
     return {**row, "macs": count.macs, "paper": count.paper, **summary(scores(logs, logs, labels).double())}
 

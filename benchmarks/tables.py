@@ -362,6 +362,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], list[list[str]]]]] = {
     "learned-schedule": ("learned_schedule", learned_schedule),
     "rivals": ("rivals", rivals),
     "frozen": ("frozen", frozen_tables.frozen),
+    "frozen-norms": ("frozen", frozen_tables.norms),
     "similarity-terms": ("frozen", frozen_tables.terms),
     "features": ("features", features),
     "proof": ("proof", proof),

@@ -22,7 +22,7 @@ from dtem.visualise.html_page import Page
 _FIRST = ("kind", "model", "method", "variant", "rate", "gflops", "convention", "top1", "low", "high")
 COLUMNS = (*_FIRST, "images", "data", "training", "hardware")
 SOURCES = {
-    "frozen": "nothing of the host; norms and embeddings without labels on 4,000 photographs, where named",
+    "frozen": "beside a frozen host, without labels, on 4,000 photographs",
     "rivals": "200 updates of 32 of 4,000 photographs, with labels",
 }
 """Records with rows for the leaderboard, and how what they name was trained."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = {"__init__", "common", "frozen_tables", "plain_tome", "similarity_terms"}
+LIBRARIES = {"__init__", "common", "frozen_tables", "frozen_training", "plain_tome", "similarity_terms"}
 SCRIPTS = [*sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - LIBRARIES), "reproduce.__main__"]
 PRINT_HELP = """
 import contextlib, importlib, io, sys, traceback

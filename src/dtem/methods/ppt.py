@@ -16,7 +16,8 @@ were not fine-tuned.
 Published: r = 50 in the 4th, 7th and 10th block (`schedule`) with a threshold of 7e-5 for a frozen DeiT-S and 6e-5 for
 fine-tuning. A budget is met in these blocks; any other schedule can be given. The threshold is for 196 patches: the
 variance of shares falls with their number. Differences: kept patches stay in order (published: sorted by significance;
-the output is the same), and both outcomes are computed for every image of the batch, of which one is taken.
+the output is the same), both outcomes are computed for every image of the batch, of which one is taken, and a
+distillation token is never pruned (the published code scores it like a patch).
 """
 
 import dataclasses
