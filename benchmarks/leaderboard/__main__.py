@@ -3,6 +3,7 @@
 python -m benchmarks.leaderboard                     check all entries, write leaderboard.csv and index.html
 python -m benchmarks.leaderboard --check             write nothing; exit 1 if the two differ from the entries
 python -m benchmarks.leaderboard --add frozen        first write an entry for every row of that record
+python -m benchmarks.leaderboard --add mine --photographs "ImageNet validation, …" --training "100 updates of …"
 """
 
 import argparse
@@ -15,6 +16,7 @@ import yaml
 
 from benchmarks import common
 from benchmarks.leaderboard import ENTRIES, FOLDER, Entry, groups, numbers_of, on_front, read_all
+from dtem.errors import DtemError
 from dtem.files import write_file
 from dtem.measure import record
 from dtem.visualise.html_page import Page
@@ -25,16 +27,23 @@ SOURCES = {
     "frozen": "beside a frozen host, without labels, on 4,000 photographs",
     "rivals": "200 updates of 32 of 4,000 photographs, with labels",
 }
-"""Records with rows for the leaderboard, and how what they name was trained."""
+"""Records of this package with rows for the leaderboard, and how what they name was trained."""
+PHOTOGRAPHS = "ImageNet validation, 1,000 photographs, one per class"
+"""Of those records."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--add", metavar="RECORD", choices=sorted(SOURCES))
+    parser.add_argument("--add", metavar="RECORD", help="a name in benchmarks/results")
+    parser.add_argument("--photographs", metavar="TEXT", help="which ones a record was made on")
+    parser.add_argument("--training", metavar="TEXT", help="what was trained for it, on what; default: nothing")
     args = parser.parse_args()
     if args.add:
-        add(args.add)
+        photographs = args.photographs or (PHOTOGRAPHS if args.add in SOURCES else None)
+        if photographs is None:
+            raise DtemError(f"--add {args.add}: say with --photographs which ones the record was made on")
+        add(args.add, photographs, args.training)
     entries = read_all()
     drawn = {"leaderboard.csv": as_csv(entries), "index.html": as_page(entries)}
     stale = [name for name, text in drawn.items() if not _is(name, text)]
@@ -50,22 +59,21 @@ def _is(name: str, text: str) -> bool:
     return file.exists() and file.read_text(encoding="utf-8") == text
 
 
-def add(name: str) -> None:
-    """An entry for every row of a record that merges something."""
+def add(name: str, photographs: str, training: str | None = None) -> None:
+    """An entry for every row of a record."""
     measured = record.load_record(common.RESULTS / f"{name}.json")
     for row in measured.results["rows"]:
         variant = row.get("variant", row["method"])
         by = "variant" if "variant" in row else "method"
-        learned = row["learned"]
-        trained = learned != "nothing"
+        learned = row.get("learned", "nothing")
         content = {
             "kind": "measured",
             "method": row.get("name", row["method"]),
             "variant": variant,
             "rate": "/".join(map(str, row["plan"])) if "plan" in row else str(row["r"]),
             "convention": "macs",
-            "data": "ImageNet validation, 1,000 photographs, one per class",
-            "training": f"{learned}: {SOURCES[name]}" if trained else "none",
+            "data": photographs,
+            "training": training or ("none" if learned == "nothing" else f"{learned}: {SOURCES.get(name, name)}"),
             "record": name,
             "row": {by: row[by], "r": row["r"]},
             **numbers_of(measured, row, "macs"),

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import leaderboard, report, tables
 from benchmarks.reproduce import specs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +166,7 @@ def test_every_record_is_used():
     used |= {tables.TABLES[name][0] for text in texts for kind, name in MARKED.findall(text) if kind == "table"}
     studies = {name for text in texts for kind, name in MARKED.findall(text) if kind == "study"}
     used |= {f"{name}-{scale}" for name in studies for scale in specs.SCALES}
+    used |= {entry.record for entry in leaderboard.read_all() if entry.record}
     assert not {path.stem for path in RESULTS.rglob("*.json")} - used
 
 

@@ -1,14 +1,17 @@
 """The leaderboard: every entry is what its record or reference says, and its files are drawn from the entries."""
 
 import csv
+import json
+import re
 
 import pytest
 import yaml
 from scipy.stats import binomtest
 
-from benchmarks import leaderboard
+from benchmarks import common, leaderboard
 from benchmarks.leaderboard import ENTRIES, FOLDER, __main__
 from dtem.errors import DtemError
+from dtem.measure import record
 
 FILES = sorted(ENTRIES.glob("*.yaml"))
 MEASURED = next(file for file in FILES if "kind: measured" in file.read_text(encoding="utf-8"))
@@ -81,6 +84,33 @@ def test_an_entry_that_differs_from_its_source_is_refused(tmp_path, file, change
     leaderboard.read(file)
     with pytest.raises(DtemError, match=said.replace("(", r"\(")):
         leaderboard.read(altered(tmp_path, file, **changes))
+
+
+def test_the_example_of_the_guide_is_an_entry(tmp_path):
+    guide = (FOLDER / "README.md").read_text(encoding="utf-8")
+    copy = tmp_path / "entry.yaml"
+    copy.write_text(re.search(r"```yaml\n(.*?)```", guide, re.S)[1])
+    example = leaderboard.read(copy)
+    assert example == leaderboard.read(ENTRIES / "frozen-mctf-16.yaml"), "copy that entry into README.md"
+
+
+def test_entries_of_a_record_of_your_own(tmp_path, monkeypatch):
+    """As `dtem compare --out` writes it."""
+    rows = [{"method": "mine", "r": "0.65G", "top1": 70.5, "macs": 649_000_000, "paper": 655_000_000}]
+    results = {"model": "deit_tiny_patch16_224", "images": 200, "rows": rows}
+    record.save(record.collect("compare", results), tmp_path / "mine.json")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(__main__, "ENTRIES", tmp_path)
+    __main__.add("mine", "two hundred photographs", "100 updates")
+    (entry,) = leaderboard.read_all(tmp_path)
+    assert (entry.method, entry.gflops, entry.training) == ("mine", 0.649, "100 updates")
+    assert json.loads((tmp_path / "mine.json").read_text())["machine"]["cpu"] == entry.hardware
+
+
+def test_photographs_of_an_own_record_must_be_named(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["leaderboard", "--add", "norms"])
+    with pytest.raises(DtemError, match="say with --photographs"):
+        __main__.main()
 
 
 def test_the_same_entry_twice_is_refused(tmp_path):
