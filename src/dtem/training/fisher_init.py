@@ -45,7 +45,7 @@ def init_from_fisher(run: "TrainingRun") -> None:
 def _batch_moments(run: "TrainingRun", batch: Batch, index: int) -> list[ops.Moments]:
     """Input and gradient moments of every component, over one batch."""
     losses = integrations.AuxiliaryLosses()
-    phase = run.plan.phases[0]._replace(learns="embeddings", soft=True, r_from=1.0)  # also where only norms learn after it
+    phase = run.plan.phases[0]._replace(learns="embeddings", soft=True, r_from=1.0)  # also if norms alone learn later
     student = functools.partial(run.student, phase, run.schedules[phase.rates[0]], 1.0, losses)
     with run.accelerator.autocast():
         probes = run.task.fisher_probes(batch, run.seed_for(4, run.accelerator.process_index, index), student)
