@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+import dtem
 from dtem import ops
 from dtem.ops import kernel
 
@@ -56,10 +57,39 @@ def test_it_is_what_torch_computes(
             with monkeypatch.context() as patch:
                 patch.setattr(kernel, "serves", lambda x: False)
                 reference = ops.merge(x, size, matching)
-            assert torch.equal(merged[0], reference[0])
-            assert torch.equal(merged[1], reference[1])
+            for both in (merged, ops.match_and_merge(x, size, metric, r, prefix)):
+                assert torch.equal(both[0], reference[0])
+                assert torch.equal(both[1], reference[1])
     finally:
         torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_token_that_receives_many_adds_them_in_the_order_of_torch(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, tokens, r = torch.get_num_threads(), 401, 150
+    torch.set_num_threads(threads)
+    try:
+        x, size = torch.randn(1, tokens, 192), torch.rand(1, tokens) * 9 + 1
+        matching = ops.match(torch.randn(1, tokens, 8), r, 1)
+        into = torch.randint(tokens - r - 20, tokens - r, (1, r))  # 20 tokens receive all of them
+        matching = ops.Matching(matching.kept, matching.merged, into)
+        merged = ops.merge(x, size, matching)
+        monkeypatch.setattr(kernel, "serves", lambda x: False)
+        reference = ops.merge(x, size, matching)
+        assert torch.equal(merged[0], reference[0])
+        assert torch.equal(merged[1], reference[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_matching_and_merging_at_once_refuse_an_impossible_r() -> None:
+    x = torch.randn(1, 9, 4)
+    for r in (-1, 5):
+        with pytest.raises(dtem.DtemError, match=f"r = {r} "):
+            ops.match_and_merge(x, None, x, r, 1)
 
 
 @needs_kernel

@@ -231,10 +231,12 @@ def merge_matched(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix
         images = torch.arange(tokens.x.shape[0], device=tokens.x.device)
         x, size = ops.fused_merge(tokens.x, tokens.size, metric, images, r, prefix)
         return tokens.replace(x=x, size=size)
+    if tokens.source is None:
+        x, size = ops.match_and_merge(tokens.x, tokens.size, metric, r, prefix)
+        return tokens.replace(x=x, size=size)
     matching = ops.match(metric, r, prefix)
     x, size = ops.merge(tokens.x, tokens.size, matching)
-    source = None if tokens.source is None else ops.compose(tokens.source, matching.source)
-    return tokens.replace(x=x, size=size, source=source)
+    return tokens.replace(x=x, size=size, source=ops.compose(tokens.source, matching.source))
 
 
 def _merge_real(tokens: Tokens, metric: Float[Tensor, "b n d"], r: int, prefix: int) -> Tokens:

@@ -13,7 +13,7 @@ from dtem.ops.fisher import MergeCandidates, Moments, distance_embedding, fisher
 from dtem.ops.fused import fused_merge, fused_merge_op, is_fused_merge
 from dtem.ops.grouping import row_mass, soft_group
 from dtem.ops.matching import Matching, compose, cosine, limit, match, match_real, sides
-from dtem.ops.merging import SoftMerge, merge, normalise_largest, reordering, soft_merge, take, unmerge
+from dtem.ops.merging import SoftMerge, match_and_merge, merge, normalise_largest, reordering, soft_merge, take, unmerge
 from dtem.ops.pruning import fuse, prune, pruned_source, sample
 from dtem.ops.squeezing import find_hosts, squeeze
 
@@ -40,6 +40,7 @@ __all__ = [
     "linear",
     "log_size",
     "match",
+    "match_and_merge",
     "match_real",
     "merge",
     "merge_along",

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dtem.ops.matching import match
-from dtem.ops.merging import merge
+from dtem.ops.merging import match_and_merge
 
 _fused: contextvars.ContextVar[bool] = contextvars.ContextVar("dtem_fused_merge", default=False)
 
@@ -39,7 +38,7 @@ def fused_merge(
     x: Tensor, size: Tensor | None, metric: Tensor, images: Tensor, r: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
     """`merge(x, size, match(metric, r, prefix))`; `images` (b) is 0, 1, 2, …: the index of each image."""
-    return merge(x, size, match(metric, r, prefix))
+    return match_and_merge(x, size, metric, r, prefix)
 
 
 @fused_merge.register_fake

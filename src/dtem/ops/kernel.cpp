@@ -79,14 +79,16 @@ void strongest(const float* const* rows, const float* packed, int64_t b_count, i
             }
         }
     }
-    for (int i = 0; i < ROWS; i++) {
-        best[i] = NONE, partner[i] = 0;
-        for (int h = 0; h < 2; h++)
-            for (int l = 0; l < LANES; l++) {
-                const float value = top[i][h][l];
-                const int32_t index = place[i][h][l];
-                if (value > best[i] || (value == best[i] && index < partner[i])) best[i] = value, partner[i] = index;
-            }
+    for (int i = 0; i < ROWS; i++) {  // without branches, which would be mispredicted
+        const Ints second =
+            (top[i][1] > top[i][0]) | ((top[i][1] == top[i][0]) & (place[i][1] < place[i][0]));
+        const Floats values = second ? top[i][1] : top[i][0];
+        const Ints indices = second ? place[i][1] : place[i][0];
+        float value = NONE;
+        for (int l = 0; l < LANES; l++) value = values[l] > value ? values[l] : value;
+        int32_t index = std::numeric_limits<int32_t>::max();
+        for (int l = 0; l < LANES; l++) index = std::min(index, values[l] == value ? indices[l] : index);
+        best[i] = value, partner[i] = index;
     }
 }
 
@@ -154,32 +156,51 @@ void dtem_match(const float* z, int64_t batch, int64_t n, int64_t d, int64_t r, 
 void dtem_merge(const float* x, const float* size, const int64_t* kept, const int64_t* merged, const int64_t* into,
                 int64_t batch, int64_t left, int64_t r, int64_t c, float* out, float* new_size, int threads) {
     const int64_t n = left + r;
+    // By output token the first of the merged ones that it receives (-1: none), by merged token the next one.
+    std::unique_ptr<int32_t[]> first(new int32_t[batch * left]), next(new int32_t[batch * r]);
     if (batch * left * c < 50000) threads = 1;
 
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t image = 0; image < batch; image++) {
+            const int64_t *keep = kept + image * left, *merge = merged + image * r, *target = into + image * r;
+            const float* before = size ? size + image * n : nullptr;
             float* sizes = new_size + image * left;
-            for (int64_t j = 0; j < left; j++) sizes[j] = size ? size[image * n + kept[image * left + j]] : 1.0f;
-            for (int64_t i = 0; i < r; i++)
-                sizes[into[image * r + i]] += size ? size[image * n + merged[image * r + i]] : 1.0f;
+            for (int64_t j = 0; j < left; j++) sizes[j] = before ? before[keep[j]] : 1.0f;
+            for (int64_t i = 0; i < r; i++) sizes[target[i]] += before ? before[merge[i]] : 1.0f;
+            std::fill_n(first.get() + image * left, left, -1);
+            for (int64_t i = r - 1; i >= 0; i--) {
+                int32_t& head = first[image * left + target[i]];
+                next[image * r + i] = head, head = (int32_t)i;
+            }
         }
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < batch * left; row++)
-            std::copy_n(x + (row / left * n + kept[row]) * c, c, out + row * c);
         std::unique_ptr<float[]> change(new float[c]);
-#pragma omp for schedule(static)
-        for (int64_t image = 0; image < batch; image++)
-            for (int64_t i = image * r; i < (image + 1) * r; i++) {
-                const int64_t token = image * n + merged[i], target = image * left + into[i];
-                const float share = (size ? size[token] : 1.0f) / new_size[target];
-                const float *from = x + token * c, *old = x + (image * n + kept[target]) * c;
-                float* to = out + target * c;
+#pragma omp for schedule(static, 16)  // tokens that receive something are all among the last ones of an image
+        for (int64_t row = 0; row < batch * left; row++) {
+            const int64_t image = row / left;
+            const float* old = x + (image * n + kept[row]) * c;
+            float* to = out + row * c;
+            std::copy_n(old, c, to);
+            for (int64_t i = first[row]; i >= 0; i = next[image * r + i]) {
+                const int64_t token = image * n + merged[image * r + i];
+                const float share = (size ? size[token] : 1.0f) / new_size[row];
+                const float* from = x + token * c;
                 for (int64_t k = 0; k < c; k++) change[k] = (from[k] - old[k]) * share;
                 asm volatile("" ::: "memory");  // product and sum are rounded one by one, as torch rounds them
                 for (int64_t k = 0; k < c; k++) to[k] += change[k];
             }
+        }
     }
+}
+
+// Both, for callers that need no matching: one call.
+void dtem_match_and_merge(const float* z, const float* x, const float* size, int64_t batch, int64_t n, int64_t d,
+                          int64_t c, int64_t r, int64_t prefix, float* out, float* new_size, int threads) {
+    const int64_t left = n - r;
+    std::unique_ptr<int64_t[]> indices(new int64_t[batch * (left + 2 * r)]);
+    int64_t *kept = indices.get(), *merged = kept + batch * left, *into = merged + batch * r;
+    dtem_match(z, batch, n, d, r, prefix, kept, merged, into, threads);
+    dtem_merge(x, size, kept, merged, into, batch, left, r, c, out, new_size, threads);
 }
 }

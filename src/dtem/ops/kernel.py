@@ -71,6 +71,20 @@ def merge(x: Tensor, size: Tensor | None, kept: Tensor, merged: Tensor, into: Te
     return out, new_size
 
 
+def match_and_merge(x: Tensor, size: Tensor | None, metric: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor]:
+    """`merge` with the outcome of `match`, in one call: at batch 1 the calls themselves take time."""
+    x, metric = x.contiguous(), metric.contiguous()
+    batch, tokens, width = x.shape
+    out, new_size = x.new_empty(batch, tokens - r, width), x.new_empty(batch, tokens - r)
+    size = None if size is None else size.contiguous()
+    _loaded().dtem_match_and_merge(
+        *(metric.data_ptr(), x.data_ptr(), None if size is None else size.data_ptr()),
+        *(batch, tokens, metric.shape[2], width, r, prefix),
+        *(out.data_ptr(), new_size.data_ptr(), torch.get_num_threads()),
+    )
+    return out, new_size
+
+
 def _loaded() -> Any:
     kernel = library()
     assert kernel is not None
@@ -92,7 +106,8 @@ def library() -> Any | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kernel.dtem_match.argtypes = [pointer, *[number] * 5, *[pointer] * 3, ctypes.c_int]
     kernel.dtem_merge.argtypes = [*[pointer] * 5, *[number] * 4, *[pointer] * 2, ctypes.c_int]
-    for function in (kernel.dtem_match, kernel.dtem_merge):
+    kernel.dtem_match_and_merge.argtypes = [*[pointer] * 3, *[number] * 6, *[pointer] * 2, ctypes.c_int]
+    for function in (kernel.dtem_match, kernel.dtem_merge, kernel.dtem_match_and_merge):
         function.restype = None
     return kernel
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtem.errors import DtemError
 from dtem.ops import kernel
-from dtem.ops.matching import Matching, check_r, full_precision, positions, sides
+from dtem.ops.matching import Matching, check_r, full_precision, match, positions, sides
 from dtem.types import SIZE_FLOOR
 
 
@@ -59,6 +59,22 @@ def merge(
     out = rows.index_select(0, kept)
     change = rows.index_select(0, merged).sub_(out.index_select(0, into)).mul_(share.to(x.dtype).unsqueeze(1))
     return out.index_add_(0, into, change).view(batch, left, width), new_size.view(batch, left)
+
+
+def match_and_merge(
+    x: Float[Tensor, "b n c"],
+    size: Float[Tensor, "b n"] | None,
+    metric: Float[Tensor, "b n d"],
+    r: int,
+    prefix: int = 0,
+) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m"]]:
+    """`merge(x, size, match(metric, r, prefix))`, where nobody needs the matching."""
+    tokens = x.shape[1]
+    check_r(r, tokens - prefix)
+    served = tokens > prefix + 1 and kernel.serves(x) and (size is None or kernel.serves(size))
+    if served and metric.shape[:2] == x.shape[:2] and kernel.serves(metric):
+        return kernel.match_and_merge(x, size, metric, r, prefix)
+    return merge(x, size, match(metric, r, prefix))
 
 
 def merge_by_product(
