@@ -1,12 +1,20 @@
-"""Where the time of the unmerged model, of the merged one and of plain ToMe goes, by operation, profiled in turns.
+"""Where the time of the unmerged model, plain ToMe, the merged model and the drop oracle goes, by operation, in turns.
 
-python -m benchmarks.operations                                                      DeiT-T, DeiT-S, batch 1 and 16
-python -m benchmarks.operations --cases deit_small_patch16_224:32:13                 model, batch and r
+python -m benchmarks.operations                                          DeiT-T, DeiT-S, batch 1 and 16; long inputs
+python -m benchmarks.operations --cases deit_small_patch16_224:32:13,deit_small_patch16_224:1:84:512 --threads 1
+
+A case is model, batch, r, and the side of the images where it is not 224 (then without plain ToMe). Medians of rounds.
+What merged linear layers take beyond those of the oracle is the embedding; in attention, log sizes.
 """
 
 import argparse
+import contextlib
 import copy
-from collections import Counter
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from unittest import mock
 
 import timm
 import torch
@@ -14,8 +22,13 @@ import torch
 import dtem
 from benchmarks import common
 from benchmarks.plain_tome import plain_tome
+from dtem.evaluation.oracle import as_oracle
+from dtem.ops import kernel
 
-CASES = "deit_tiny_patch16_224:1:8,deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16"
+CASES = (
+    "deit_tiny_patch16_224:1:8,deit_tiny_patch16_224:16:8,deit_small_patch16_224:16:8,deit_small_patch16_224:16:16,"
+    "deit_small_patch16_224:1:84:512,deit_small_patch16_224:1:188:768,deit_small_patch16_224:1:334:1024"
+)
 GROUPS = {
     "linear layers": ("aten::addmm", "aten::addmm_", "aten::mm", "aten::copy_", "mkldnn::_linear_pointwise"),
     "attention and similarities": (
@@ -27,8 +40,10 @@ GROUPS = {
     "GELU": ("aten::gelu", "aten::gelu_"),
     "LayerNorm": ("aten::native_layer_norm",),
     "patch embedding": ("aten::mkldnn_convolution",),
+    "matching and merging": ("kernel", "aten::index_select", "aten::index_add_", "aten::log"),
 }
-REST = "all else (merging among it)"
+REST = "all else"
+CPU = torch.profiler.ProfilerActivity.CPU
 
 
 def main() -> None:
@@ -40,36 +55,59 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = []
     for case in args.cases.split(","):
-        name, batch, r = case.split(":")
-        rounds = args.rounds * (10 if batch == "1" else 1)
-        rows += profiled(name, int(batch), int(r), rounds)
+        name, batch, r, *size = case.split(":")
+        rounds = args.rounds * (10 if batch == "1" and not size else 1)
+        rows += profiled(name, int(batch), int(r), rounds, *map(int, size))
     common.save_record("operations", rows, args)
 
 
-def profiled(name: str, batch: int, r: int, rounds: int) -> list[dict]:
+def profiled(name: str, batch: int, r: int, rounds: int, size: int = 224) -> list[dict]:
     """Milliseconds of one forward, by group of operations."""
-    host = timm.create_model(name).eval()
-    merged = copy.deepcopy(host)
-    images = torch.randn(batch, *dtem.patch(merged, r=r).host.image)
-    models = {"unmerged": host, "merged": merged, "plain_tome": plain_tome(host, r)}
-    spent = {label: Counter() for label in models}
+    torch.manual_seed(0)
+    host = timm.create_model(name, img_size=size).eval()
+    handle = dtem.patch(copy.deepcopy(host), r=r)
+    images = torch.randn(batch, *handle.host.image)
+    models = {"unmerged": host, "merged": handle.model, "oracle": as_oracle(handle).model}
+    if size == 224:
+        models["plain_tome"] = plain_tome(host, r)
+    spent = {label: defaultdict(list) for label in models}
     with torch.inference_mode():
         for turn in range(rounds + 2):
             for label, model in models.items():
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                with kernel_time() as seconds, torch.profiler.profile(activities=[CPU]) as profiler:
                     model(images)
                 if turn >= 2:
-                    for event in profiler.key_averages():
-                        spent[label][event.key] += event.self_cpu_time_total / 1e3 / rounds
+                    now = Counter({event.key: event.self_cpu_time_total / 1e3 for event in profiler.key_averages()})
+                    now["kernel"] = 1e3 * sum(seconds)
+                    for group, milliseconds in by_group(now).items():
+                        spent[label][group].append(milliseconds)
     rows = []
-    named = {operation for operations in GROUPS.values() for operation in operations}
-    seen = set().union(*spent.values())
-    for group, operations in [*GROUPS.items(), (REST, ())]:
-        chosen = operations or [key for key in seen if key not in named]
-        times = {label: sum(spent[label][key] for key in chosen) for label in models}
-        rows.append({"model": name, "batch": batch, "r": r, "group": group, **times})
-        print(f"{name} r={r} {group:30} " + " ".join(f"{label} {value:7.1f} ms" for label, value in times.items()))
+    for group in [*GROUPS, REST]:
+        times = {label: statistics.median(spent[label][group]) for label in models}
+        rows.append({"model": name, "image": size, "batch": batch, "r": r, "group": group, **times})
+        print(f"{name} r={r} {group:30} " + " ".join(f"{label} {value:7.2f} ms" for label, value in times.items()))
     return rows
+
+
+def by_group(spent: Counter) -> dict[str, float]:
+    """Sums of times by operation."""
+    times = {group: sum(spent.pop(key, 0.0) for key in operations) for group, operations in GROUPS.items()}
+    return {**times, REST: spent.total()}
+
+
+@contextlib.contextmanager
+def kernel_time() -> Iterator[list[float]]:
+    """Seconds of every call of the compiled kernel, which the profiler does not see."""
+    seconds, run = [], kernel.match_and_merge
+
+    def timed(*args: object) -> tuple:
+        start = time.perf_counter()
+        out = run(*args)
+        seconds.append(time.perf_counter() - start)
+        return out
+
+    with mock.patch.object(kernel, "match_and_merge", timed):
+        yield seconds
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ def projection(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def operations(rows: list[dict[str, Any]]) -> list[list[str]]:
-    table = [["model", "batch", "r", "operation", "unmerged", "plain ToMe", "merged"]]
-    columns = ("unmerged", "plain_tome", "merged")
+    table = [["model", "image", "batch", "r", "operation", "unmerged", "plain ToMe", "merged", "oracle"]]
     for row in rows:
-        named = [NAMES[row["model"]], str(row["batch"]), str(row["r"])]
-        table.append([*named, row["group"], *(f"{row[column]:.1f} ms" for column in columns)])
+        named = [NAMES[row["model"]], str(row.get("image", 224)), str(row["batch"]), str(row["r"]), row["group"]]
+        columns = (row.get(column) for column in ("unmerged", "plain_tome", "merged", "oracle"))
+        table.append([*named, *("" if value is None else f"{value:.1f} ms" for value in columns)])
     return table
 
 

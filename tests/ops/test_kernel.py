@@ -18,7 +18,7 @@ needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="no kernel: n
 
 def by_torch(metric: torch.Tensor, r: int, prefix: int, monkeypatch: pytest.MonkeyPatch) -> ops.Matching:
     with monkeypatch.context() as patch:
-        patch.setattr(kernel, "serves", lambda x: False)
+        patch.setattr(kernel, "serves", lambda *_: False)
         return ops.match(metric, r, prefix)
 
 
@@ -55,7 +55,7 @@ def test_it_is_what_torch_computes(
         for size in (None, torch.randint(1, 9, (batch, tokens)).float()):
             merged = ops.merge(x, size, matching)
             with monkeypatch.context() as patch:
-                patch.setattr(kernel, "serves", lambda x: False)
+                patch.setattr(kernel, "serves", lambda *_: False)
                 reference = ops.merge(x, size, matching)
             for both in (merged, ops.match_and_merge(x, size, metric, r, prefix)):
                 assert torch.equal(both[0], reference[0])
@@ -77,7 +77,7 @@ def test_a_token_that_receives_many_adds_them_in_the_order_of_torch(
         into = torch.randint(tokens - r - 20, tokens - r, (1, r))  # 20 tokens receive all of them
         matching = ops.Matching(matching.kept, matching.merged, into)
         merged = ops.merge(x, size, matching)
-        monkeypatch.setattr(kernel, "serves", lambda x: False)
+        monkeypatch.setattr(kernel, "serves", lambda *_: False)
         reference = ops.merge(x, size, matching)
         assert torch.equal(merged[0], reference[0])
         assert torch.equal(merged[1], reference[1])
@@ -90,6 +90,17 @@ def test_matching_and_merging_at_once_refuse_an_impossible_r() -> None:
     for r in (-1, 5):
         with pytest.raises(dtem.DtemError, match=f"r = {r} "):
             ops.match_and_merge(x, None, x, r, 1)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_matched_by_the_kernel_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = torch.randn(2, 101, 16).to(dtype)
+    expected = by_torch(metric, 20, 1, monkeypatch)
+    monkeypatch.setattr(ops.matching, "strongest", lambda *_: pytest.fail("matched by torch"))
+    matching = ops.match(metric, 20, 1)
+    for name in ("kept", "merged", "into"):
+        assert torch.equal(getattr(matching, name), getattr(expected, name))
 
 
 @needs_kernel

@@ -1,4 +1,4 @@
-"""Matching and merging by a kernel of our own (`kernel.cpp`), for inference in float32 on a CPU under Linux.
+"""Matching and merging by a kernel of our own (`kernel.cpp`), for inference on a CPU under Linux.
 
 At batch 1 the small operations of `match` and `merge` cost as much as a good part of a block; for long inputs the
 kernel needs no similarity matrix. It is compiled on first use, in about a second, by the C++ compiler of the machine,
@@ -27,16 +27,18 @@ from dtem.hooks import is_plain_tensor, is_watched
 SOURCE = Path(__file__).with_name("kernel.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("c++", "g++", "clang++")
+MATCHED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that `match` takes; features are merged in float32 alone."""
 SECONDS = 60
 """A compiler that takes longer is given up."""
 
 
-def serves(x: Tensor) -> bool:
+def serves(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
     """Whether the kernel can be used for this input."""
     return (
         not is_watched()
         and is_plain_tensor(x)
-        and x.dtype == torch.float32
+        and x.dtype in dtypes
         and x.is_cpu
         and not (x.requires_grad and torch.is_grad_enabled())
         and library() is not None
@@ -44,8 +46,8 @@ def serves(x: Tensor) -> bool:
 
 
 def match(z: Tensor, r: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`kept`, `merged` and `into` of `ops.match`."""
-    z = z.contiguous()
+    """`kept`, `merged` and `into` of `ops.match`, which compares half precision in float32, too."""
+    z = z.float().contiguous()
     batch, tokens, width = z.shape
     kept = torch.empty(batch, tokens - r, dtype=torch.int64)
     merged, into = (torch.empty(batch, r, dtype=torch.int64) for _ in range(2))
