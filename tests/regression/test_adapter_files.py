@@ -11,6 +11,7 @@ format1 is of dtem 0.3, format2 of 0.4 (with norms and biases), folder of 0.5. T
 contract suite. Files are only ever added.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import dtem
 from contract.hosts import HOSTS
+from dtem.adapters.header import FORMAT
 
 FOLDER = Path(__file__).parent
 CASES = {
@@ -30,7 +32,20 @@ CASES = {
     "classifier_folder": ("distilled", "9"),
 }
 """Name, its host, and the rate that is stored in the adapter."""
+ENDINGS = (".safetensors", ".onnx")
 EXPORTED = ["classifier_format2"]
+SHA256 = {
+    "classifier_folder.adapter/adapter.safetensors": "7dae7ac9020a5ba3",
+    "classifier_folder.safetensors": "905937d17ef82123",
+    "classifier_format1.adapter.safetensors": "2fcd2f40cd77d753",
+    "classifier_format1.safetensors": "1357ce7b2c58f655",
+    "classifier_format2.adapter.safetensors": "70673e89e6101b1e",
+    "classifier_format2.onnx": "9aadde8e328a9af1",
+    "classifier_format2.safetensors": "905937d17ef82123",
+    "segmenter_format1.adapter.safetensors": "2a67ef9f3fdc6ac2",
+    "segmenter_format1.safetensors": "9f82b60835f5c1b0",
+}
+"""First 16 digits, of every archived binary file: none may go or be written again. New files get a line here."""
 
 
 def adapter_of(name):
@@ -73,6 +88,24 @@ def test_an_old_exported_file_gives_its_old_logits(name):
 def test_every_stored_adapter_is_tested():
     assert {path.name.split(".")[0] for path in FOLDER.glob("*.*") if path.suffix != ".py"} == set(CASES)
     assert {path.stem for path in FOLDER.glob("*.onnx")} == set(EXPORTED)
+
+
+def test_no_archived_file_is_missing_or_changed():
+    stored = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in ENDINGS}
+    assert stored.keys() == SHA256.keys()
+    for name, path in stored.items():
+        assert hashlib.sha256(path.read_bytes()).hexdigest().startswith(SHA256[name]), f"{name} was changed"
+
+
+def test_every_format_is_archived_with_logits():
+    """A new format needs a case here before it is released: `archive.py` writes it."""
+    formats = set()
+    for name in CASES:
+        adapter = adapter_of(name)
+        with safe_open(adapter / "adapter.safetensors" if adapter.is_dir() else adapter, framework="pt") as file:
+            formats.add(json.loads(file.metadata()["dtem"])["format"])
+        assert any(key.startswith("logits.") for key in load_file(FOLDER / f"{name}.safetensors"))
+    assert formats == set(range(1, FORMAT + 1))
 
 
 @pytest.mark.parametrize("feature", ["learned rates", "dtem_no_prop"])
