@@ -1,4 +1,4 @@
-"""List the adapters that come with the package, with their accuracy beside ToMe's at the same r.
+"""List the adapters that come with the package, with their accuracy next to ToMe's at the same r.
 
 The numbers are those of their cards: top-1 on images that they have not learned from, and the difference from ToMe,
 paired image by image, with its 95 % interval.

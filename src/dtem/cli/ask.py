@@ -25,7 +25,13 @@ def add_arguments(parser: VerbParser) -> None:
     add("images", metavar="IMAGE", nargs="+", help="PNG, JPEG or WebP files; each is asked about on its own")
     add("question", metavar="QUESTION", help="the text of the prompt")
     add("--num-beams", metavar="N", type=int, default=1, help="beams of generation; default %(default)s")
-    add("--max-new-tokens", metavar="N", type=int, default=50, help="most tokens of an answer; default %(default)s")
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=50,
+        help="maximum number of tokens of an answer; default %(default)s",
+    )
     text = "the language model counts every merged token once, not by its size"
     add("--no-proportional-decoder", dest="proportional_decoder", action="store_false", help=text)
     options.add_model_options(parser, default="hf:google/paligemma-3b-mix-224")

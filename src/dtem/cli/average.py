@@ -1,7 +1,7 @@
 """Average several adapters for one model: often better than each of them, at no cost. Check it with dtem eval.
 
-Train several times (another --seed, another --preset), then average. The adapters must have started from the keys, as
-they do by default.
+Train several times (another --seed, another --preset), then average. The adapters must have been initialised from
+the attention keys, as they are by default.
 """
 
 import argparse

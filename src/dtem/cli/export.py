@@ -27,7 +27,12 @@ def add_arguments(parser: VerbParser) -> None:
     options.add_model_options(parser)
     options.add_method_options(parser, several=False, method=None, r="13")
     add = parser.group("file").add_argument
-    add("--out", metavar="FILE", required=True, help=".onnx, .xml (OpenVINO; a .bin comes beside it) or .pt2 (torch)")
+    add(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help=".onnx, .xml (OpenVINO; a .bin is written next to it) or .pt2 (torch)",
+    )
     add("--format", choices=("onnx", "openvino", "torch"), help="default: by the ending of --out")
     add("--int8", action="store_true", help="int8 weights and activations (onnx, openvino)")
     add("--labels", metavar="FILE", help="names of the classes, one per line; default: ImageNet's where they fit")

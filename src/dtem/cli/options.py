@@ -94,7 +94,13 @@ def add_run_options(parser: VerbParser, batch_size: int | None = 64) -> None:
 def add_generation_options(add: Callable[..., Any]) -> None:
     """How captions are generated; `add` is that of a group."""
     add("--num-beams", metavar="N", type=int, default=5, help="beams of generation; default %(default)s")
-    add("--max-new-tokens", metavar="N", type=int, default=30, help="most tokens of a caption; default %(default)s")
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=30,
+        help="maximum number of tokens of a caption; default %(default)s",
+    )
     text = "the decoder counts every merged token once, as in the paper, not by its size"
     add("--no-proportional-decoder", dest="proportional_decoder", action="store_false", help=text)
 

@@ -31,12 +31,18 @@ def add_arguments(parser: VerbParser) -> None:
     add("--target", metavar="COST", help="1.8x (as fast as unmerged), 12ms (one batch) or 0.8G (GFLOPs)")
     add("--curve", action="store_true", help="instead of a target: divergence against time, constant r and tuned")
     add("--data", metavar="DATA", help="photographs, without labels: a folder, timm:…, hf:…, wds:…")
-    add("--limit", metavar="N", type=int, default=256, help="number of them; default %(default)s")
+    add("--limit", metavar="N", type=int, default=256, help="number of photographs; default %(default)s")
     add("--test-data", metavar="DATA", help="other photographs, to judge the plans on too")
     add = parser.group("run").add_argument
-    add("--batch-size", metavar="N", type=int, default=1, help="that the model is served with; default %(default)s")
+    add(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=1,
+        help="batch size that the model is served with; default %(default)s",
+    )
     add("--engine", metavar="NAME", default="eager", help="eager, onnx or openvino; default %(default)s")
-    add("--dtype", metavar="NAME", help="of a file: float32, bfloat16 or int8")
+    add("--dtype", metavar="NAME", help="precision of an exported file: float32, bfloat16 or int8")
     add("--threads", metavar="N", type=int, help="CPU threads; default: torch's own choice")
     add("--save", metavar="FILE", help="write an adapter file with the plan, for --r tuned")
     add("--plot", metavar="FILE", help="draw the plan or the curve: .png, .svg or .pdf")
