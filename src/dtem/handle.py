@@ -65,7 +65,7 @@ def patch(
         )
     if integration.fixed_length and cls.variable_length:
         raise DtemError(
-            f"method {cls.name!r} keeps another number of tokens in every image, and {host.name} "
+            f"method {cls.name!r} keeps a different number of tokens in each image, and {host.name} "
             f"({integration.family}) needs the same number in all; choose another method"
         )
     if shortcut and not integration.shortcuts:
@@ -116,7 +116,7 @@ class Handle:
         """The state of the patched model (its submodule ``dtem``)."""
         merger = getattr(self.model, "dtem", None)
         if not isinstance(merger, Merger):
-            raise DtemError(f"{type(self.model).__name__} is not patched (any more); call dtem.patch(model) first")
+            raise DtemError(f"{type(self.model).__name__} is not patched; call dtem.patch(model) first")
         return merger
 
     @property

@@ -148,7 +148,8 @@ class Budget:
             )
         if cost(plan(high)) > self.gflops:
             raise DtemError(
-                f"a budget of {self.gflops:g} GFLOPs cannot be met: merging all it can leaves {cost(plan(high)):.3g}"
+                f"a budget of {self.gflops:g} GFLOPs cannot be met: merging as much as possible leaves "
+                f"{cost(plan(high)):.3g}"
             )
         total = bisect.bisect_left(range(high), True, key=lambda total: cost(plan(total)) <= self.gflops)
         return PerLayer(plan(total))
@@ -208,8 +209,8 @@ class Latency:
                 return PerLayer(plan)
         fastest = min(map(seconds, plans))
         raise DtemError(
-            f"{self} cannot be reached: merging all it can takes {1000 * fastest:.3g} ms, {unmerged / fastest:.2f} "
-            "times as fast as unmerged"
+            f"{self} cannot be reached: merging as much as possible takes {1000 * fastest:.3g} ms, "
+            f"{unmerged / fastest:.2f} times as fast as unmerged"
         )
 
     def __str__(self) -> str:

@@ -95,7 +95,7 @@ def test_damaged_file_leaves_the_old_one(adapter: Callable[..., Path], tmp_path:
     average_adapters([first, other], out)
     before = out.read_bytes()
     other.write_bytes(other.read_bytes()[:-10])
-    with pytest.raises(dtem.DtemError, match=r"b\.safetensors: this is not a whole safetensors file"):
+    with pytest.raises(dtem.DtemError, match=r"b\.safetensors: this is not a complete safetensors file"):
         average_adapters([first, other], out)
     assert out.read_bytes() == before
 

@@ -74,7 +74,7 @@ def test_files_of_two_adapters_are_not_mixed(folder: Path, tmp_path: Path) -> No
         next(other.parameters()).zero_()
     other.save_pretrained(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "config.json", folder)
-    with pytest.raises(dtem.DtemError, match=r"config\.json beside it is of another adapter"):
+    with pytest.raises(dtem.DtemError, match=r"config\.json next to it belongs to another adapter"):
         dtem.from_pretrained(folder, tiny())
 
 

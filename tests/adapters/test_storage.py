@@ -428,7 +428,7 @@ def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: str, suffix: str)
         path.write_bytes(pickle.dumps(Marker(marker)))
     else:
         torch.save({"a": Marker(marker)}, path, _use_new_zipfile_serialization=kind == "torch")
-    with pytest.raises(dtem.DtemError, match="not a whole safetensors file") as caught:
+    with pytest.raises(dtem.DtemError, match="not a complete safetensors file") as caught:
         dtem.from_pretrained(path, model)
     assert str(path) in str(caught.value)
     assert not marker.exists()
@@ -480,12 +480,12 @@ def with_option(**options: Any) -> Callable[[Path], None]:
 
 WEIGHT = "embeddings.1.0.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), "not a whole safetensors file"),
-    "text": (lambda path: path.write_text("hello, I am text " * 9), "not a whole safetensors file"),
-    "truncated": (truncate, "not a whole safetensors file"),
-    "header cut": (cut_header, "not a whole safetensors file"),
-    "scribbled": (scribble, "not a whole safetensors file"),
-    "appended": (append, "not a whole safetensors file"),
+    "empty": (lambda path: path.write_bytes(b""), "not a complete safetensors file"),
+    "text": (lambda path: path.write_text("hello, I am text " * 9), "not a complete safetensors file"),
+    "truncated": (truncate, "not a complete safetensors file"),
+    "header cut": (cut_header, "not a complete safetensors file"),
+    "scribbled": (scribble, "not a complete safetensors file"),
+    "appended": (append, "not a complete safetensors file"),
     "no dtem metadata": (no_metadata, "not a dtem adapter"),
     "broken json": (broken_json, "cannot be read"),
     "deep json": (lambda path: broken_json(path, "[" * 100_000), "cannot be read"),

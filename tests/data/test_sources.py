@@ -92,7 +92,7 @@ def test_folder_mistakes(tmp_path: Path) -> None:
     with pytest.raises(DtemError, match="is not a folder"):
         open_source(str(tmp_path / "x.png"))
     write(tmp_path / "cat" / "y.png", 0)
-    with pytest.raises(DtemError, match=r"class folders \(cat, …\) and images beside them \(x.png, …\)"):
+    with pytest.raises(DtemError, match=r"class folders \(cat, …\) and images next to them \(x.png, …\)"):
         open_source(str(tmp_path))
 
 

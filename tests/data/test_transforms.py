@@ -96,7 +96,7 @@ def test_scale_of_the_random_crop(augmentation: Augmentation, scale: tuple[float
         ({"erasing": 1.5}, "erasing = 1.5"),
         ({"mixup": -1.0}, "mixup = -1.0"),
         ({"cutmix": float("nan")}, "cutmix = nan"),
-        ({"jitter": 0.4}, "jitter = 0.4 has no effect beside auto"),
+        ({"jitter": 0.4}, "jitter = 0.4 has no effect together with auto"),
     ],
 )
 def test_settings_that_make_no_sense(changes: dict[str, Any], message: str) -> None:

@@ -142,7 +142,7 @@ def test_mistakes_are_named_before_weights_are_downloaded(images: Path, monkeypa
 def test_options_of_another_task_are_refused(model: nn.Module, images: Path) -> None:
     with pytest.raises(DtemError, match="short_side = 512 is for segmentation, and the model is for classification"):
         dtem.evaluate(model, images, short_side=512)
-    with pytest.raises(DtemError, match="img_size: options of a model that is named"):
+    with pytest.raises(DtemError, match="img_size: these are for a model given by name"):
         dtem.evaluate(model, images, img_size=96)
     with pytest.raises(DtemError, match="compare is for classifiers, and this model is for segmentation"):
         dtem.compare(create_segmenter("seg_t_linear_16", 3, img_size=(32, 32)), images)

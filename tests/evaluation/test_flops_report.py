@@ -83,7 +83,7 @@ def test_a_patched_model_has_its_method_and_a_built_one_its_options() -> None:
     handle = dtem.patch(tiny())
     with pytest.raises(DtemError, match="method = 'tome': the model is patched with 'dtem'"):
         dtem.count_flops(handle, method="tome")
-    with pytest.raises(DtemError, match="img_size: options of a model that is named"):
+    with pytest.raises(DtemError, match="img_size: these are for a model given by name"):
         dtem.count_flops(tiny(), img_size=64)
 
 

@@ -179,7 +179,7 @@ def test_soft_merging_refuses_padding_and_other_methods_are_refused():
     model = naflex()
     handle = dtem.patch(model, "dtem", r=5)
     handle.mode = "soft"
-    with pytest.raises(dtem.DtemError, match="soft merging knows no padding"):
+    with pytest.raises(dtem.DtemError, match="soft merging does not support padding"):
         model(**padded_inputs(SHAPES))
     ask(model, torch.randn(2, 3, 32, 32)).sum().backward()
     with pytest.raises(dtem.DtemError, match=r"patch_merger.*padding only these"):

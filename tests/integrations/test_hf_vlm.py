@@ -225,14 +225,14 @@ def test_conversations_go_on_from_a_cache():
     assert torch.equal(answer(later["input_ids"], pixel_values(later), cached=True), images)
     handle.r = 4
     assert torch.equal(answer(text, cached=True), expected)
-    with pytest.raises(dtem.DtemError, match="28 tokens for each image, and now an image has 48"):
+    with pytest.raises(dtem.DtemError, match="28 tokens per image, and now an image has 48"):
         answer(later["input_ids"], pixel_values(later), cached=True)
     handle.r = 0
-    with pytest.raises(dtem.DtemError, match="28 tokens for each image, and now an image has 64"):
+    with pytest.raises(dtem.DtemError, match="28 tokens per image, and now an image has 64"):
         answer(text, cached=True)
     first = model.generate(**inputs, **NEW, return_dict_in_generate=True)
     handle.r = R
-    with pytest.raises(dtem.DtemError, match="64 tokens for each image, and now an image has 28"):
+    with pytest.raises(dtem.DtemError, match="64 tokens per image, and now an image has 28"):
         answer(later["input_ids"], pixel_values(later), cached=True)
 
 
@@ -362,7 +362,7 @@ def test_what_it_cannot_do_is_refused():
     del uneven["attention_mask"]
     with pytest.raises(dtem.DtemError, match="need attention_mask"):
         model(**uneven)
-    with pytest.raises(dtem.DtemError, match="another number of tokens in every image"):
+    with pytest.raises(dtem.DtemError, match="a different number of tokens in each image"):
         patched("llava", method="ats")
     for settings, kind, reason in (
         ({"vision_feature_layer": [-1, -2]}, "llava", "several layers"),

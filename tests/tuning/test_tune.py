@@ -93,7 +93,7 @@ def test_a_time_or_a_speed_up_is_r_where_costs_are_measured(monkeypatch: pytest.
         assert handle.r == target
     with pytest.raises(DtemError, match="batch size 16"):
         handle.r = "8ms@16"
-    with pytest.raises(DtemError, match="cannot be reached: merging all it can"):
+    with pytest.raises(DtemError, match="cannot be reached: merging as much as possible"):
         handle.r = "9x"
     with pytest.raises(DtemError, match="takes 12 ms already"):
         handle.r = "13ms"
@@ -223,12 +223,12 @@ def test_a_curve_pairs_constant_r_with_plans_of_its_time(tmp_path: Path) -> None
     ("options", "message"),
     [
         ({"target": "20ms"}, "meets the target already"),
-        ({"target": "13"}, "target = '13' is no cost"),
+        ({"target": "13"}, "target = '13' is not a cost"),
         ({"target": "1.5x", "data": None}, "give data"),
         ({"target": "1.5x", "engine": "compile"}, "compile again for every plan"),
         ({"target": "1.5x", "dtype": "bfloat16"}, "convert it first"),
         ({"target": "1.5x@8"}, "is for batch size 8"),
-        ({"target": "1.5x", "curve": True}, "leave one of both out"),
+        ({"target": "1.5x", "curve": True}, "leave one of them out"),
         ({"target": "1.5x", "data": []}, "at least one"),
         ({"threads": 0}, "threads = 0"),
     ],

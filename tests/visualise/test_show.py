@@ -139,7 +139,7 @@ def test_what_does_not_go_together(photo: Image.Image) -> None:
     for wrong, match in (
         ({"methods": "evit"}, "patched already"),
         ({"adapters": "digits_vit"}, "patched already"),
-        ({"img_size": 32}, "img_size: options of a model that is named"),
+        ({"img_size": 32}, "img_size: these are for a model given by name"),
         ({"part": "mlp"}, "part = 'mlp' is for a Segmenter"),
         ({"short_side": 8}, "short_side = 8 is for a Segmenter"),
         ({"blocks": [7]}, "there is no block 8"),

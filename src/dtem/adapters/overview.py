@@ -66,7 +66,7 @@ class AdapterOverview(Report):
 
 
 def adapter_overview() -> AdapterOverview:
-    """List the adapters that come with the package, with their accuracy at each r beside ToMe's, from their cards.
+    """List the adapters that come with the package, with their accuracy at each r next to ToMe's, from their cards.
 
     Examples:
         >>> overview = dtem.adapter_overview()

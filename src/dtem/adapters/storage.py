@@ -96,7 +96,7 @@ def _write_folder(folder: Path, header: Header, tensors: dict[str, Tensor], base
     """adapter.safetensors and config.json. The config.json of something else is not overwritten."""
     config = folder / CONFIG
     if config.is_file() and not _is_own(config):
-        raise DtemError(f"{config} belongs to something else than an adapter of dtem: choose another folder")
+        raise DtemError(f"{config} belongs to something other than an adapter of dtem: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,12 +212,12 @@ def read(path: Source) -> tuple[Header, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         header = json.loads(metadata.get("dtem", "null"))
     except SafetensorError as error:
-        raise DtemError(f"this is not a whole safetensors file ({error}); other formats are never loaded") from error
+        raise DtemError(f"this is not a complete safetensors file ({error}); other formats are never loaded") from error
     except Exception as error:  # torch and the JSON parser raise errors of every kind on foreign files
         raise DtemError(f"the file cannot be read: {error}") from error
     config = _is_own(Path(path).parent / CONFIG) if Path(path).name == FILE else None
     if config is not None and config.get("digest") != digest(tensors):
-        raise DtemError(f"{CONFIG} beside it is of another adapter: copy or download the folder again")
+        raise DtemError(f"{CONFIG} next to it belongs to another adapter: copy or download the folder again")
     return headers.from_older_version(headers.check(header, tensors), tensors)
 
 

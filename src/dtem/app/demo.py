@@ -203,7 +203,7 @@ def demo(
     if not page.parent.is_dir():
         raise DtemError(f"out = {str(out)!r}: there is no folder {page.parent}")
     if (model is None) != (data is None):
-        raise DtemError("a model of your own needs images of your own: give both model and data, or none of them")
+        raise DtemError("a model of your own needs images of your own: give both model and data, or neither")
     if not max_seconds > 0:
         raise DtemError(f"max_seconds = {max_seconds} must be more than 0")
     for name, value, least in (("updates", updates, 1), ("batch_size", batch_size, 1), ("limit", limit, 2)):
@@ -301,7 +301,9 @@ def _host_and_images(
         images = DemoData(training, sample(held_out, limit), "accuracy", None, held_out.mask)
         return create_model(digits_vit.NAME), images, "model and adapter"
     if not isinstance(model, str) and model_options:
-        raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
+        raise DtemError(
+            f"{', '.join(model_options)}: these are for a model given by name, and this one is built already"
+        )
     host = create_model(model, **model_options) if isinstance(model, str) else model
     if (task := task_of(host)) != "classification":
         raise DtemError(f"the demo compares classifiers, and the model is for {task}; use dtem.train and dtem.evaluate")

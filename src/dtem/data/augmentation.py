@@ -48,4 +48,6 @@ class Augmentation:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise DtemError(f"{name} = {getattr(self, name)} must be 0 or more")
         if self.jitter and self.auto and "3a" not in self.auto:
-            raise DtemError(f"jitter = {self.jitter} has no effect beside auto = {self.auto!r}; leave one of them out")
+            raise DtemError(
+                f"jitter = {self.jitter} has no effect together with auto = {self.auto!r}; leave one of them out"
+            )

@@ -26,7 +26,7 @@ def resolve_data_config(model: nn.Module) -> dict[str, Any]:
     transformers = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
     if transformers and not hasattr(model, "pretrained_cfg"):
         raise DtemError(
-            f"{host.name}: its preprocessing is in its processor of transformers, which is not here: save it beside "
+            f"{host.name}: its preprocessing is in its processor of transformers, which is missing: save it next to "
             "the model (processor.save_pretrained(FOLDER)) and build the model by dtem.create_model, or set "
             "model.pretrained_cfg (a dict with mean, std, interpolation and crop_pct), as timm does"
         )

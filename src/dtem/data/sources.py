@@ -113,7 +113,7 @@ class Folder(Source):
         labelled = [(label, name) for label, entry in _labels(classes) for name in _images(self.root, entry)]
         if labelled and loose:
             raise DtemError(
-                f"{spec} holds class folders ({classes[0]}, …) and images beside them ({loose[0]}, …): "
+                f"{spec} holds class folders ({classes[0]}, …) and images next to them ({loose[0]}, …): "
                 f"whether they have labels is unclear. Move one or the other away"
             )
         if labelled and _SPLITS.issuperset(classes):

@@ -207,7 +207,9 @@ def _variants(
         methods.find(method or "dtem")  # an unknown name is refused before weights are fetched
         host = create_model(model, **model_options)
     elif model_options:
-        raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
+        raise DtemError(
+            f"{', '.join(model_options)}: these are for a model given by name, and this one is built already"
+        )
     elif is_patched(model):
         patched = copy.deepcopy(as_handle(model, method, adapter).model).to(device, dtype).eval()
         handles = {spec: Handle(copy.deepcopy(patched)) for spec in specs}

@@ -102,7 +102,7 @@ def evaluate(
         stride: segmentation: of the window; default: the window.
         short_side: segmentation: resize images to this short side first.
         num_beams: captioning: beams of generation.
-        max_new_tokens: captioning: most tokens of a caption.
+        max_new_tokens: captioning: maximum number of tokens of a caption.
         proportional_decoder: captioning: the decoder counts merged tokens by their size; False: once, as in the paper.
         model_options: what `create_model` takes (``weights``, ``img_size``, …), where `model` is a name.
 
@@ -172,7 +172,9 @@ def build(
         created = create_model(model, **{**model_options, "num_classes": num_classes}).to(device)
         return Setup(created, source, settings, public_name(model))
     if model_options:
-        raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
+        raise DtemError(
+            f"{', '.join(model_options)}: these are for a model given by name, and this one is built already"
+        )
     original = model.model if isinstance(model, Handle) else model
     on_device = next(original.parameters()).device.type == device
 

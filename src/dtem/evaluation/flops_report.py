@@ -107,7 +107,9 @@ def count_flops(
             built = create_model(model, **{**model_options, "pretrained": False})
             return _report(model, attach(built, method, adapter, shortcut=shortcut), r)
     if model_options:
-        raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
+        raise DtemError(
+            f"{', '.join(model_options)}: these are for a model given by name, and this one is built already"
+        )
     if is_patched(model):
         handle = as_handle(model, method, adapter)
         return _report(handle.host.name, handle, [handle.r] if r is None else r)

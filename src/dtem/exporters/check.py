@@ -59,6 +59,6 @@ def require_agreement(agreement: Agreement, format: str) -> None:
     """Refuse a file that computes something else."""
     if not agreement.agreeing >= MIN_AGREEING * agreement.images:  # NaN is refused, too
         raise DtemError(
-            f"the {format} file computes something else than the model: only {agreement.agreeing} of "
+            f"the {format} file computes something other than the model: only {agreement.agreeing} of "
             f"{agreement.images} images agree, the largest difference is {agreement.largest:.3g}. It was not kept"
         )

@@ -27,7 +27,7 @@ class Siglip2Layers(ClipLayers):
             return Prepared(x, self.split_block)
         if self.merger.method.soft:
             raise DtemError(
-                "soft merging knows no padding: train on images of one shape (pixel_attention_mask = None), as "
+                "soft merging does not support padding: train on images of one shape (pixel_attention_mask = None), as "
                 "dtem train does"
             )
         return Prepared(x, self.split_block, real_tokens(attention_mask))

@@ -143,8 +143,8 @@ def check_cache(cache: Any, per_image: int) -> None:
     prompt = cached_prompt(cache)
     if prompt is not None and prompt.per_image != per_image:
         raise DtemError(
-            f"past_key_values was filled with {prompt.per_image} tokens for each image, and now an image has "
-            f"{per_image}: go on at the r that filled it, or start with an empty cache"
+            f"past_key_values was filled with {prompt.per_image} tokens per image, and now an image has "
+            f"{per_image}: continue at the r that filled it, or start with an empty cache"
         )
 
 
@@ -275,8 +275,8 @@ def follow_cache(inputs: dict[str, Any]) -> dict[str, Any]:
     if mask is not None and mask.ndim == 2:
         if len(mask) != len(shortening.columns) or mask.shape[1] < shortening.width:
             raise DtemError(
-                f"attention_mask of shape {tuple(mask.shape)} does not go on from {len(shortening.columns)} prompts of "
-                f"{shortening.width} tokens: give the mask of the prompts, with a column for each token after them"
+                f"attention_mask of shape {tuple(mask.shape)} does not continue from {len(shortening.columns)} prompts "
+                f"of {shortening.width} tokens: give the mask of the prompts, with a column for each token after them"
             )
         first = shortening.select("attention_mask", mask[:, : shortening.width], 0)
         changed["attention_mask"] = torch.cat([first, mask[:, shortening.width :]], dim=1)

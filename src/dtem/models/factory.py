@@ -75,7 +75,7 @@ def create_model(
     if name not in segmenter.PRESETS:
         for option, value in (("encoder_weights", encoder_weights), ("pixel_norm", pixel_norm)):
             if value is not None:
-                raise DtemError(f"{option} = {str(value)!r} is for a Segmenter, and {name} is none; leave it out")
+                raise DtemError(f"{option} = {str(value)!r} is for a Segmenter, and {name} is not one; leave it out")
     if name in segmenter.PRESETS:
         own = changes if pixel_norm is None else {**changes, "pixel_norm": pixel_norm}
         model = _segmenter(name, pretrained, weights, encoder_weights, own)

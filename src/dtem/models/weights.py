@@ -77,14 +77,14 @@ def _read(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):  # official checkpoints carry their arguments
             return torch.load(path, map_location="cpu", weights_only=True)
     except SafetensorError as error:
-        raise DtemError(f"{path.name} is damaged or no safetensors file: {error}") from error
+        raise DtemError(f"{path.name} is damaged or not a safetensors file: {error}") from error
     except pickle.UnpicklingError as error:
         raise DtemError(
             f"{path.name} is damaged, or holds more than tensors, and is not opened since it could run code. "
             "Save the model's state_dict alone (best as .safetensors) and use that file."
         ) from error
     except Exception as error:  # a damaged file can break torch's reader anywhere
-        raise DtemError(f"{path.name} is damaged or no torch file: {error!r:.200}") from error
+        raise DtemError(f"{path.name} is damaged or not a torch file: {error!r:.200}") from error
 
 
 def _converted(model: nn.Module, state: dict[str, Tensor], source: str) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ class StoredOutcomes:
                 header = json.loads(metadata.get(cls.header, "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except SafetensorError as error:
-            raise DtemError(f"this is not a whole safetensors file ({error})") from error
+            raise DtemError(f"this is not a complete safetensors file ({error})") from error
         except (OSError, ValueError, RecursionError) as error:
             raise DtemError(f"the file cannot be read: {error}") from error
         if not isinstance(header, dict) or "format" not in header:

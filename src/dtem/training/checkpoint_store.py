@@ -130,7 +130,7 @@ class CheckpointStore:
                 raise
             except Exception as error:  # torch raises errors of every kind for what is no checkpoint
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-                raise DtemError(f"{path} is damaged or no checkpoint ({reason}); {WAY_OUT}") from error
+                raise DtemError(f"{path} is damaged or not a checkpoint ({reason}); {WAY_OUT}") from error
         if self.accelerator.is_main_process:
             import yaml
 

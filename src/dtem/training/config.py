@@ -175,7 +175,7 @@ class TrainConfig:
         own = {field.name for field in dataclasses.fields(cls)} - nested.keys()
         known = own.union(*nested.values())
         if unknown := sorted(settings.keys() - known, key=str):
-            raise DtemError(f"{unknown[0]!r} is no training setting; known are: {', '.join(sorted(known))}")
+            raise DtemError(f"{unknown[0]!r} is not a training setting; the settings are: {', '.join(sorted(known))}")
         values = {name: _convert(cls, name, value) for name, value in settings.items() if name in own}
         for name, group in _GROUPS.items():
             changes = {key: _convert(group, key, value) for key, value in settings.items() if key in nested[name]}

@@ -129,7 +129,7 @@ class Search:
         shapes = [*self.shapes(), *(tuple(float(r) for r in plan) for plan in more)]
         seeds = [plan for shape in shapes if (plan := self.scaled(shape, limit)) is not None]
         if not seeds:
-            raise DtemError("no plan is that fast: merging all it can is slower. Ask for less")
+            raise DtemError("no plan is that fast: even merging as much as possible is slower. Ask for less")
         ranked = sorted((self._mean(plan, SLOPE_IMAGES), plan) for plan in dict.fromkeys(seeds))
         best = min((self._mean(plan, CANDIDATE_IMAGES), plan) for _, plan in ranked[:3])
         step = max(1, self.host.patches // 12)

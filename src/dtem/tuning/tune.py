@@ -153,11 +153,11 @@ def _check(
     if engine == "eager" and dtype not in (None, str(weight.dtype).removeprefix("torch.")):
         raise DtemError(f"dtype = {dtype!r}: the model is {weight.dtype}; convert it first, model.to(…)")
     if wanted is not None and not isinstance(wanted, Budget | Latency):
-        raise DtemError(f"target = {target!r} is no cost; write 1.8x, 12ms or 0.8G")
+        raise DtemError(f"target = {target!r} is not a cost; write 1.8x, 12ms or 0.8G")
     if isinstance(wanted, Latency) and wanted.batch not in (1, batch_size):
         raise DtemError(f"target = {target!r} is for batch size {wanted.batch}, and batch_size = {batch_size}")
     if curve and wanted is not None:
-        raise DtemError(f"target = {target!r}: a curve has targets of its own; leave one of both out")
+        raise DtemError(f"target = {target!r}: a curve has targets of its own; leave one of them out")
     if data is None and (curve or wanted is not None):
         raise DtemError("plans are compared on photographs: give data, a folder of them; labels are not needed")
     if batch_size < 1 or limit < 1:
@@ -220,7 +220,9 @@ def _even(search: Search, limit: float) -> Plan:
         plan = schedules.even_plan(total, host.patches, host.depth, blocks, search.resets_each_block)
         if search.cost(plan) <= limit:
             return plan
-    raise DtemError("the target cannot be reached by the same r in every block: merging all it can is slower")
+    raise DtemError(
+        "the target cannot be reached by the same r in every block: even merging as much as possible is slower"
+    )
 
 
 def _pair(search: Search, limit: float, more: Collection[Plan] = ()) -> tuple[Plan, Plan]:

@@ -274,7 +274,7 @@ def show(
             )
         for option, value, default in (("part", part, "attention"), ("short_side", short_side, 0)):
             if value != default:
-                raise DtemError(f"{option} = {value!r} is for a Segmenter, and the model is none; leave it out")
+                raise DtemError(f"{option} = {value!r} is for a Segmenter, and the model is not one; leave it out")
         return _show_classifier(handles, opened, mask, labels, image=name, drawn=blocks, adapters=files, notes=notes)
 
 

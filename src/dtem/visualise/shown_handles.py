@@ -32,7 +32,9 @@ def find_handles(
 ) -> tuple[dict[str, Handle], tuple[str, ...], tuple[str, ...]]:
     """Handles by name, file names of their adapters, and notes."""
     if model_options and not isinstance(model, str):
-        raise DtemError(f"{', '.join(model_options)}: options of a model that is named; here it is built already")
+        raise DtemError(
+            f"{', '.join(model_options)}: these are for a model given by name, and this one is built already"
+        )
     if isinstance(model, Mapping | Handle) or (isinstance(model, nn.Module) and is_patched(model)):
         if adapters or tuple(check_methods(methods)) != DEFAULT_METHODS:
             raise DtemError("the model is patched already: leave methods and adapters out, or give the unpatched model")

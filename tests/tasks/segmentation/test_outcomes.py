@@ -100,7 +100,7 @@ def test_files(tmp_path: Path) -> None:
     assert again.names == areas.names
     assert torch.equal(again.intersection, areas.intersection)
     (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-9])
-    with pytest.raises(DtemError, match="not a whole safetensors file"):
+    with pytest.raises(DtemError, match="not a complete safetensors file"):
         SegmentationOutcomes.load(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes(json.dumps({}).encode())
     with pytest.raises(DtemError, match=r"b.safetensors"):

@@ -104,7 +104,7 @@ def _read(path: Path) -> Iterator[Item]:
         return iter([_token_line(line) for line in text.split("\n") if line.strip()])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise DtemError(f"{path} is damaged or of another form: {reason}") from error
+        raise DtemError(f"{path} is damaged or has another form: {reason}") from error
 
 
 def _item(entry: dict[str, Any]) -> Item:
