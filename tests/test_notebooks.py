@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tmp_path: Path) -> None:
-    for module in ("nbclient", "ipykernel", "onnxruntime", "pyarrow", "mlxtend"):
+    for module in ("nbclient", "ipykernel", "onnxruntime", "pyarrow", "mlxtend", "transformers"):
         pytest.importorskip(module, reason='needs pip install ".[notebooks]"')
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())
