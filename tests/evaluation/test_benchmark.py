@@ -118,6 +118,17 @@ def test_the_oracle_keeps_the_prefix_and_spreads_the_rest() -> None:
     assert oracle._kept(3, 1, 2, torch.device("cpu")).tolist() == [0, 1]
 
 
+def test_an_oracle_can_be_exported_and_runs_afterwards() -> None:
+    """It keeps nothing that was made while it was traced, and a graph holds what was made before."""
+    dropping, images = oracle.as_oracle(dtem.patch(tiny(), r=5)).model, torch.randn(2, 3, 160, 160)
+    oracle._kept_once.cache_clear()
+    with torch.no_grad():
+        graph = torch.export.export(dropping, (images,)).module()
+        expected = dropping(images)
+        assert torch.equal(torch.export.export(dropping, (images,)).module()(images), graph(images))
+    torch.testing.assert_close(graph(images), expected)
+
+
 def test_the_oracle_of_an_adapter_with_norms_is_the_plain_host() -> None:
     handle = dtem.patch(tiny(), norms=True, r=4)
     dropping = oracle.as_oracle(handle)

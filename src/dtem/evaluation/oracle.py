@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtem.errors import DtemError
 from dtem.handle import Handle, patch
+from dtem.hooks import is_watched
 from dtem.methods.base import Config, Method
 from dtem.types import HostSpec, Taps, Tokens
 
@@ -26,17 +27,24 @@ class FixedDrop(Method):
     def reduce(self, layer: int, tokens: Tokens, taps: Taps, r: int) -> Tokens:
         if r == 0:
             return tokens
-        kept = _kept(tokens.x.shape[1], r, self.host.prefix, tokens.x.device)
+        kept = kept_tokens(tokens.x.shape[1], r, self.host.prefix, tokens.x.device)
         return tokens.replace(x=tokens.x.index_select(1, kept))
 
 
-@functools.lru_cache(maxsize=256)
+def kept_tokens(tokens: int, r: int, prefix: int, device: torch.device) -> Tensor:
+    """The prefix, and all patches but r that are evenly spread. Cached, but not what export or counting makes."""
+    make = _kept if is_watched() else _kept_once
+    return make(tokens, r, prefix, device)
+
+
 def _kept(tokens: int, r: int, prefix: int, device: torch.device) -> Tensor:
-    """The prefix, and all patches but r that are evenly spread."""
     patches, left = tokens - prefix, tokens - prefix - r
     with torch.inference_mode(False):
         spread = torch.arange(left, device=device) * patches // max(left, 1)
         return torch.cat([torch.arange(prefix, device=device), prefix + spread])
+
+
+_kept_once = functools.lru_cache(maxsize=256)(_kept)
 
 
 def as_oracle(handle: Handle) -> Handle:
