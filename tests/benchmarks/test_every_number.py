@@ -9,8 +9,6 @@
 
 What is checked is that a record has such a number, not which one it is: a wrong one of few digits may be in a large
 record by chance.
-
-`PENDING` names the pages whose own numbers wait for records; their tables and comments are checked all the same.
 """
 
 import functools
@@ -29,13 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 CARDS = (*sorted((ROOT / "src/dtem/adapters/shipped").glob("*.md")), ROOT / "src/dtem/models/assets/digits_vit.md")
 PAGES = (ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "api.md"), *CARDS)
-PENDING: dict[str, str] = {}
 WITHOUT_RECORD = {"setting", "paper"}
-WAITING = {
-    "features": "k-NN of AugReg ViT-T: the two commands of docs/evaluate.md, the second with --out; no record was kept",
-}
-"""Records that are still to be made; their numbers stand until then."""
-
 MARKED = re.compile(r"<!-- (table|study): ([\w-]+) -->\n.*?<!-- end -->", re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 METADATA = re.compile(r"\A---\n.*?^---$", re.M | re.S)
@@ -91,11 +83,9 @@ def problems(text: str) -> list[str]:
                 found.append(f"line {block.line}: {measured[0]!r} names no record: {block.text[:80]!r}")
             continue
         for name in block.origins:
-            if name not in WITHOUT_RECORD | {"card"} | WAITING.keys() and name not in records():
+            if name not in WITHOUT_RECORD | {"card"} and name not in records():
                 found.append(f"line {block.line}: there is no record {name!r}")
-        if WITHOUT_RECORD.intersection(block.origins) or (WAITING.keys() - records().keys()).intersection(
-            block.origins
-        ):
+        if WITHOUT_RECORD.intersection(block.origins):
             continue
         for match in DECIMAL.finditer(block.text):
             number, unit = match[0], block.text[match.end() :].lstrip()[:1]
@@ -140,8 +130,6 @@ def is_leaf(printed: str, leaf: float, scales: Collection[float]) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_measured_number_has_its_record(page):
     found = problems(page.read_text(encoding="utf-8"))
-    if page.name in PENDING:
-        found = [problem for problem in found if "names no record" not in problem]
     assert not found, "\n".join(found)
 
 
