@@ -1,11 +1,13 @@
 """Training in vision-language models: what learns, and by which divergence."""
 
 import copy
+import json
 
 import pytest
 import torch
 
 import dtem
+from dtem.cli import main
 from tasks.captioning.small import CAPTIONS, write_pictures
 
 pytest.importorskip("transformers")
@@ -82,3 +84,71 @@ def test_what_cannot_be_trained_is_refused(folder, tmp_path):
     host = dtem.create_model(str(folder / "llava"))
     with pytest.raises(dtem.DtemError, match="grad_checkpointing = True is not available"):
         dtem.train(host, data, out=str(tmp_path), grad_checkpointing=True, **PLAIN)
+
+
+def command(folder, kind, out, *more):
+    """`dtem train` on photographs alone."""
+    settings = ["--loss", "distill", "--question", "what is here ?", "--max-new-tokens", "4", "--r", "9"]
+    settings += ["--eval-r", "0,9", "--batch-size", "3", "--updates", "4", "--lr", "1e-2", "--workers", "0"]
+    place = ["--data", str(folder / "images"), "--eval-data", str(folder / "images"), "--out", str(out)]
+    return ["train", "--model", str(folder / kind), *place, *settings, *more]
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "llava"])
+def test_the_verb_learns_from_photographs_alone_and_resumes(folder, tmp_path, capsys, monkeypatch, kind):
+    """The texts are the unmerged model's answers. An interrupted run ends as one that was not."""
+    from dtem.training.answering import Answering
+
+    assert main([*command(folder, kind, tmp_path / "whole"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    unmerged, merged = report["evaluation"]
+    assert unmerged["divergence"] == pytest.approx(0, abs=1e-6)
+    assert merged["divergence"] > 1e-4
+    prepare, calls = Answering.prepare, []
+
+    def interrupted(self, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return prepare(self, *arguments)
+
+    monkeypatch.setattr(Answering, "prepare", interrupted)
+    parts = command(folder, kind, tmp_path / "parts", "--save-every", "1")
+    assert main(parts) != 0
+    assert "resumes" in capsys.readouterr().err
+    assert main(parts) == 0
+    assert len(calls) == 5, "two updates, the interrupted one, and the two that were left"
+    adapters = [dtem.create_model(str(folder / kind)) for _ in range(2)]
+    states = [
+        dtem.from_pretrained(tmp_path / run / "adapter.safetensors", model).method.state_dict()
+        for run, model in zip(("whole", "parts"), adapters, strict=True)
+    ]
+    assert all(torch.equal(part, states[1][name]) for name, part in states[0].items())
+
+
+def test_answers_are_those_of_the_unmerged_model(folder):
+    from accelerate import Accelerator
+
+    from dtem.data.loader import Batch
+    from dtem.training.answering import Answering
+    from dtem.training.config import TrainConfig
+
+    host = dtem.create_model(str(folder / "llava"))
+    model = copy.deepcopy(host)
+    handle = dtem.patch(model, r=9)
+    handle.mode = "soft"
+    settings = {"data": str(folder / "images"), "question": "what is here ?", "max_new_tokens": 4, "loss": "distill"}
+    task = Answering(TrainConfig.from_dict(settings), model, Accelerator(cpu=True))
+    images = torch.randn(2, 3, 32, 32)
+    answers = task._answers(Batch(images, torch.tensor([-1, -1]), ["a", "b"]))
+    prompt = {name: part.expand(2, -1) for name, part in task.prompt.items()}
+    ids = host.generate(**prompt, pixel_values=images, max_new_tokens=4, do_sample=False)
+    expected = task.tokenizer.batch_decode(ids[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answers == expected
+    assert handle.r == 9
+    assert handle.mode == "soft"
+
+
+def test_photographs_alone_have_no_texts_to_learn(folder, tmp_path, capsys):
+    assert main(command(folder, "llava", tmp_path, "--loss", "both")) == 2
+    assert "holds images alone: set --loss distill" in capsys.readouterr().err

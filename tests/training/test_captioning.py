@@ -144,11 +144,11 @@ def test_captions_are_drawn_by_the_seed_and_not_twice(folder):
         captioning.open_captions(f"{folder}/captions.json#train"),
     )
     batch = captioning.Batch(torch.zeros(4, 3, 32, 32), torch.arange(4), task.source.names)
-    drawn = task.draw_captions(batch, 5)
-    assert drawn == task.draw_captions(batch, 5)
+    drawn = task.draw_texts(batch, 5)
+    assert drawn == task.draw_texts(batch, 5)
     for index, item in enumerate(task.source.items):
         assert {drawn[index], drawn[index + 4]} == set(item.captions)
-    assert len({tuple(task.draw_captions(batch, seed)) for seed in range(8)}) > 1
+    assert len({tuple(task.draw_texts(batch, seed)) for seed in range(8)}) > 1
 
 
 def test_what_cannot_learn_of_a_captioner_on_a_plain_vit_stays(folder, tmp_path):

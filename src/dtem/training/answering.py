@@ -1,5 +1,6 @@
 """Training in vision-language models: texts after a question about an image, by the next token's distribution."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -7,17 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtem.data import sources
 from dtem.data.loader import Batch, Loader
 from dtem.data.sources import Source
-from dtem.data.transforms import Transform, eval_transform
 from dtem.errors import DtemError
 from dtem.handle import Handle
 from dtem.tasks.answering.ask import prepare
-from dtem.tasks.captioning.captions import Captions, open_captions
-from dtem.tasks.captioning.loss import distill_loss, fisher_probes, task_loss
-from dtem.tasks.running import at_rates
-from dtem.training.captioning import CaptionTokens, draw_captions
-from dtem.training.task import NUM_PROBES, TaskBase
+from dtem.tasks.captioning.captions import Captions
+from dtem.tasks.captioning.loss import distill_loss
+from dtem.tasks.running import at_rates, eval_mode
+from dtem.training.next_token import NextToken, TextTokens
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,14 +33,14 @@ class Divergence(NamedTuple):
     tokens: int
 
 
-class Answering(TaskBase):
-    """Images with texts, such as captions, which follow the question of the config.
+class Answering(NextToken):
+    """Images with texts, such as captions, which follow the question of the config; or photographs alone.
 
     With ``loss="distill"`` the texts need not be right: they are only where the distribution of the next token is
-    compared with that of the unmerged model. The best adapter is the one of smallest divergence.
+    compared with that of the unmerged model. For photographs alone they are that model's own answers. The best adapter
+    is the one of smallest divergence.
     """
 
-    example = "captions.json#train"
     eval_batch_size = 8
 
     def __init__(self, config: Any, model: Any, *arguments: Any) -> None:
@@ -59,18 +59,35 @@ class Answering(TaskBase):
             if name in prompt
         }
         self.tokenizer: Any = processor.tokenizer
+        self.model = model
 
-    def open_source(self, spec: str) -> Captions:
-        return open_captions(spec)
+    def open_source(self, spec: str) -> Source:
+        photographs = os.path.isdir(spec) or spec.partition(":")[0] in sources.SCHEMES
+        if photographs and self.config.loss != "distill":
+            raise DtemError(
+                f"loss = {self.config.loss!r} learns from texts, and {spec} holds images alone: set loss = 'distill', "
+                f"or give texts, e.g. {self.example}"
+            )
+        return sources.open_source(spec) if photographs else super().open_source(spec)
 
-    def transform(self, source: Source, training: bool) -> Transform:
-        return eval_transform(self.data_config)
+    def prepare(self, batch: Batch, seed: int) -> tuple[tuple[Any, ...], TextTokens]:
+        captioned = isinstance(self.source, Captions)
+        return self._inputs(batch, self.draw_texts(batch, seed) if captioned else self._answers(batch))
 
-    def prepare(self, batch: Batch, seed: int) -> tuple[tuple[Any, ...], CaptionTokens]:
-        config = self.config.generation
-        return self._inputs(batch, draw_captions(self.source, batch, seed, config.captions_per_image))
+    @torch.no_grad()
+    def _answers(self, batch: Batch) -> list[str]:
+        """Of the unmerged model, the likeliest token each time."""
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        prompt = {name: part.expand(len(images), -1) for name, part in self.prompt.items()}
+        limit = self.config.generation.max_new_tokens
+        with eval_mode(self.model), Handle(self.model).at(r=0):
+            ids = self.model.generate(**prompt, pixel_values=images, max_new_tokens=limit, do_sample=False)
+        answers: list[str] = self.tokenizer.batch_decode(
+            ids[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        return answers
 
-    def _inputs(self, batch: Batch, texts: Sequence[str]) -> tuple[tuple[Any, ...], CaptionTokens]:
+    def _inputs(self, batch: Batch, texts: Sequence[str]) -> tuple[tuple[Any, ...], TextTokens]:
         """The model's inputs, text after prompt; and the text, from the last token of the prompt on."""
         device, end = self.accelerator.device, self.tokenizer.eos_token or ""
         tokens = self.tokenizer(
@@ -95,32 +112,21 @@ class Answering(TaskBase):
         inputs["pixel_values"] = images.repeat(len(texts) // len(images), 1, 1, 1)
         target_ids = torch.cat([rows["input_ids"][:, -1:], ids], dim=1)
         target_mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
-        return (inputs,), CaptionTokens(target_ids, target_mask, len(images))
+        return (inputs,), TextTokens(target_ids, target_mask, len(images))
 
     def forward(self, model: nn.Module, *inputs: Any) -> Any:
         return model(**inputs[0])
 
-    def logits(self, output: Any) -> Tensor:
-        logits: Tensor = output.logits
-        return logits
-
-    def task_loss(self, logits: Tensor, target: CaptionTokens) -> Tensor:
-        return task_loss(logits, target.ids, target.mask)
-
-    def distill_loss(self, logits: Tensor, teacher_logits: Tensor, target: CaptionTokens) -> Tensor:
-        return distill_loss(logits, teacher_logits, target.mask, self.config.distill_temperature)
-
-    def probes(self, logits: Tensor, target: CaptionTokens) -> Tensor:
-        return fisher_probes(logits, target.mask, NUM_PROBES, target.num_images)
-
     @torch.no_grad()
     def run_evaluation(self, handle: Handle, loader: Loader) -> dict[str, Any]:
-        """The first text of every image."""
-        assert isinstance(loader.source, Captions)
+        """The first text of every image, or the unmerged model's answer."""
         runs = at_rates(handle, self.config.eval_rates, lambda inputs: self.logits(self.forward(handle.model, inputs)))
         parts: dict[str, list[Divergence]] = {rate: [] for rate in runs}
         for batch in loader.epoch(0):
-            texts = [loader.source.items[index].captions[0] for index in batch.labels.tolist()]
+            if isinstance(loader.source, Captions):
+                texts = [loader.source.items[index].captions[0] for index in batch.labels.tolist()]
+            else:
+                texts = self._answers(batch)
             (inputs,), target = self._inputs(batch, texts)
             with handle.at(r=0):
                 teacher = self.logits(self.forward(handle.model, inputs))

@@ -2,40 +2,25 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from dtem.data.loader import Batch, Loader
-from dtem.data.sources import Source
-from dtem.data.transforms import Transform, eval_transform
 from dtem.errors import DtemError
 from dtem.handle import Handle
 from dtem.tasks.captioning import evaluator, metric
-from dtem.tasks.captioning.captions import Captions, open_captions
-from dtem.tasks.captioning.loss import distill_loss, fisher_probes, task_loss
+from dtem.tasks.captioning.captions import Captions
 from dtem.tasks.captioning.outcomes import CaptionOutcomes, pool, with_scores
 from dtem.tasks.running import at_rates
-from dtem.training.task import NUM_PROBES, TaskBase
+from dtem.training.next_token import NextToken, TextTokens
 
 
-class CaptionTokens(NamedTuple):
-    """Reference captions of a batch, and the number of its images."""
-
-    ids: Tensor
-    mask: Tensor
-    num_images: int
-
-
-class Captioning(TaskBase):
+class Captioning(NextToken):
     """Images with captions; the language-modelling loss, next-token distillation, or both.
 
     Images are resized to the input size without augmentation. The best adapter of a run is the one of highest CIDEr,
     or of lowest loss where CIDEr cannot be computed (it needs Java).
     """
 
-    example = "captions.json#train"
     eval_batch_size = 16
 
     def __init__(self, config: Any, model: Any, *arguments: Any) -> None:
@@ -54,34 +39,11 @@ class Captioning(TaskBase):
             help_text = metric.HELP[self.cider_problem]
             warnings.warn(f"the best adapter is chosen by loss: CIDEr {self.cider_problem}; {help_text}", stacklevel=2)
 
-    def open_source(self, spec: str) -> Captions:
-        return open_captions(spec)
-
-    def transform(self, source: Source, training: bool) -> Transform:
-        return eval_transform(self.data_config)
-
-    def prepare(self, batch: Batch, seed: int) -> tuple[tuple[Any, ...], CaptionTokens]:
+    def prepare(self, batch: Batch, seed: int) -> tuple[tuple[Any, ...], TextTokens]:
         device, max_tokens = self.accelerator.device, self.config.generation.max_new_tokens
-        ids, mask = evaluator.tokenize(self.tokenizer, self.draw_captions(batch, seed), max_tokens, device)
+        ids, mask = evaluator.tokenize(self.tokenizer, self.draw_texts(batch, seed), max_tokens, device)
         images = batch.images.to(device, non_blocking=True)
-        return (ids, mask, None, images), CaptionTokens(ids, mask, len(images))
-
-    def draw_captions(self, batch: Batch, seed: int) -> list[str]:
-        """As the function of this name, for the training data."""
-        return draw_captions(self.source, batch, seed, self.config.generation.captions_per_image)
-
-    def logits(self, output: Any) -> Tensor:
-        logits: Tensor = output.logits
-        return logits
-
-    def task_loss(self, logits: Tensor, target: CaptionTokens) -> Tensor:
-        return task_loss(logits, target.ids, target.mask)
-
-    def distill_loss(self, logits: Tensor, teacher_logits: Tensor, target: CaptionTokens) -> Tensor:
-        return distill_loss(logits, teacher_logits, target.mask, self.config.distill_temperature)
-
-    def probes(self, logits: Tensor, target: CaptionTokens) -> Tensor:
-        return fisher_probes(logits, target.mask, NUM_PROBES, target.num_images)
+        return (ids, mask, None, images), TextTokens(ids, mask, len(images))
 
     def run_evaluation(self, handle: Handle, loader: Loader) -> dict[str, Any]:
         generation = self.config.generation
@@ -116,18 +78,3 @@ def _scores(outcomes: CaptionOutcomes) -> dict[str, float]:
     """The metrics that could be computed."""
     assert outcomes.scores is not None
     return {name: value for name, value in outcomes.scores.corpus.items() if isinstance(value, float)}
-
-
-def draw_captions(source: Source, batch: Batch, seed: int, count: int) -> list[str]:
-    """Random reference captions, `count` for each image, without repetition as far as it has enough.
-
-    The first captions of all images, then the second ones: the order in which GIT repeats images.
-    """
-    assert isinstance(source, Captions)
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for index in batch.labels.tolist():
-        captions = source.items[index].captions
-        order = torch.randperm(len(captions), generator=generator).tolist()
-        rows.append([captions[order[turn % len(order)]] for turn in range(count)])
-    return [row[turn] for turn in range(count) for row in rows]
