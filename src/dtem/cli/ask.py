@@ -7,7 +7,7 @@ Tokens are merged in its vision tower; the table shows how many image tokens its
 from argparse import Namespace
 
 from dtem.cli import options
-from dtem.cli.parser import VerbParser, comma_list
+from dtem.cli.parser import VerbParser
 from dtem.cli.printing import print_report
 
 HELP = "ask a vision-language model about images, with and without merging"
@@ -24,29 +24,14 @@ def add_arguments(parser: VerbParser) -> None:
     add = parser.group("question").add_argument
     add("images", metavar="IMAGE", nargs="+", help="PNG, JPEG or WebP files; each is asked about on its own")
     add("question", metavar="QUESTION", help="the text of the prompt")
-    add("--num-beams", metavar="N", type=int, default=1, help="beams of generation; default %(default)s")
-    add(
-        "--max-new-tokens",
-        metavar="N",
-        type=int,
-        default=50,
-        help="maximum number of tokens of an answer; default %(default)s",
-    )
-    text = "the language model counts every merged token once, not by its size"
-    add("--no-proportional-decoder", dest="proportional_decoder", action="store_false", help=text)
-    options.add_model_options(parser, default="hf:google/paligemma-3b-mix-224")
-    options.add_method_options(parser, several=False, method=None, r="0,6", several_r=True)
-    parser.group("run").add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
+    options.add_generation_options(add, num_beams=1, max_new_tokens=50, text="an answer")
+    options.add_generating_model_options(parser, default="hf:google/paligemma-3b-mix-224", r="0,6")
 
 
 def run(args: Namespace) -> int:
     """Ask and print the report."""
-    from dtem.data.images import open_image
     from dtem.tasks.answering.ask import ask
 
-    for image in args.images:
-        open_image(image)  # a file that cannot be read is refused before the model is downloaded
-    handle = options.build_handle(args, several_r=True)
-    settings = options.named(args, "num_beams", "max_new_tokens", "proportional_decoder", "device")
-    print_report(args, ask(handle, args.images, args.question, comma_list(args.r), **settings))
+    handle, rates, settings = options.generating(args)
+    print_report(args, ask(handle, args.images, args.question, rates, **settings))
     return 0

@@ -91,18 +91,32 @@ def add_run_options(parser: VerbParser, batch_size: int | None = 64) -> None:
     )
 
 
-def add_generation_options(add: Callable[..., Any]) -> None:
-    """How captions are generated; `add` is that of a group."""
-    add("--num-beams", metavar="N", type=int, default=5, help="beams of generation; default %(default)s")
-    add(
-        "--max-new-tokens",
-        metavar="N",
-        type=int,
-        default=30,
-        help="maximum number of tokens of a caption; default %(default)s",
-    )
-    text = "the decoder counts every merged token once, as in the paper, not by its size"
-    add("--no-proportional-decoder", dest="proportional_decoder", action="store_false", help=text)
+def add_generation_options(
+    add: Callable[..., Any], num_beams: int = 5, max_new_tokens: int = 30, text: str = "a caption"
+) -> None:
+    """How texts are generated; `add` is that of a group."""
+    add("--num-beams", metavar="N", type=int, default=num_beams, help="beams of generation; default %(default)s")
+    help_text = f"maximum number of tokens of {text}; default %(default)s"
+    add("--max-new-tokens", metavar="N", type=int, default=max_new_tokens, help=help_text)
+    help_text = "the language model counts every merged token once, not by its size"
+    add("--no-proportional-decoder", dest="proportional_decoder", action="store_false", help=help_text)
+
+
+def add_generating_model_options(parser: VerbParser, default: str, r: str) -> None:
+    """The model of a verb that writes texts about images, at one r or several."""
+    add_model_options(parser, default=default)
+    add_method_options(parser, several=False, method=None, r=r, several_r=True)
+    parser.group("run").add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
+
+
+def generating(args: Namespace) -> tuple["Handle", list[str], dict[str, Any]]:
+    """Handle, every r, and settings of a verb that writes texts about `args.images`."""
+    from dtem.data.images import open_image
+
+    for image in args.images:
+        open_image(image)  # a file that cannot be read is refused before the model is downloaded
+    settings = named(args, "num_beams", "max_new_tokens", "proportional_decoder", "device")
+    return build_handle(args, several_r=True), comma_list(args.r), settings
 
 
 def add_evaluation_options(parser: VerbParser) -> None:
