@@ -12,7 +12,7 @@ import dtem
 transformers = pytest.importorskip("transformers")
 
 from dtem.measure.flops import count  # noqa: E402
-from integrations.vlms import tiny_grid_vlm  # noqa: E402
+from integrations.vlms import tiny_grid_vlm, xfail_where_the_host_disagrees  # noqa: E402
 
 pytestmark = pytest.mark.contract
 KINDS = ("Idefics3", "SmolVLM", "Gemma3", "LlavaNext", "LlavaOnevision")
@@ -59,7 +59,10 @@ def test_the_language_model_reads_as_many_tokens_of_a_tower_that_computes_less(k
     assert not torch.allclose(merged.logits, expected)
     for beams in (1, 2):
         cached = model.generate(**inputs, **NEW, num_beams=beams)
-        assert torch.equal(cached, model.generate(**inputs, **NEW, num_beams=beams, use_cache=False))
+        again = model.generate(**inputs, **NEW, num_beams=beams, use_cache=False)
+        if beams > 1 and not torch.equal(cached, again):
+            xfail_where_the_host_disagrees(original, inputs, NEW | {"num_beams": beams})
+        assert torch.equal(cached, again)
     assert flops(model) < 0.8 * flops(original)
     handle.unpatch()
     assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
