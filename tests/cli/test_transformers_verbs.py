@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +136,39 @@ def test_predict_refuses_features(workspace: Path, monkeypatch) -> None:
     monkeypatch.chdir(workspace)
     with pytest.raises(DtemError, match="no classifier"):
         dtem.predict(dtem.create_model("hf:dino"), "photos", "p.parquet")
+
+
+def test_eval_refuses_features_without_neighbours(workspace: Path, monkeypatch) -> None:
+    monkeypatch.chdir(workspace)
+    with pytest.raises(DtemError, match=r"no classifier.*give knn"):
+        dtem.evaluate("hf:dino", "photos", r=8)
+
+
+@pytest.mark.parametrize("model", ["hf:vit", pytest.param("hf:dino", marks=pytest.mark.slow)])
+def test_export_and_its_check_on_photos(workspace: Path, tmp_path: Path, model: str) -> None:
+    """In a process of its own: torch.export does not get through the checks of shapes that tests add."""
+    command = ["export", "--model", model, "--r", "8", "--data", "photos", "--out", str(tmp_path / "a.pt2"), "--json"]
+    command = [sys.executable, "-m", "dtem.cli", *command]
+    done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["agreement"]["images"] == 8
+    assert report["agreement"]["largest"] < 1e-4
+    assert json.loads(report["metadata"]["mean"]) == [0.5] * 3
+
+
+@pytest.mark.parametrize("model", ["hf:vit", "hf:dino"])
+def test_tune_on_photos(run, model: str, monkeypatch) -> None:
+    from dtem.tuning import probes
+    from tuning.test_tune import made_up, made_up_timings
+
+    monkeypatch.setenv("DTEM_CACHE", "costs")
+    monkeypatch.setattr(probes, "measure", made_up)
+    monkeypatch.setattr(probes, "time_plans", made_up_timings)
+    report = run("tune", "--model", model, "--data", "photos", "--target", "1.2x", "--save", "tuned.safetensors")
+    assert report["images"] == 8
+    handle = dtem.from_pretrained("tuned.safetensors", dtem.create_model(model), r="tuned")
+    assert list(handle.plan) == list(report["rows"][-1]["plan"])
 
 
 def test_a_folder_without_a_processor_says_what_is_missing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dtem.exporters import check, export
 pytest.importorskip("onnxscript", reason='needs pip install ".[export]"')
 pytest.importorskip("openvino", reason='needs pip install ".[openvino]"')
 
-CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "onnx-hf_dinov2-dtem"]
+CASES = ["onnx-distilled-dtem", "openvino-mae-tome", "onnx-hf_dinov2-dtem", "torch-hf_siglip2-dtem"]
 MORE = [
     "openvino-hf_clip-tome",
     "torch-hf_siglip-dtem",
@@ -28,7 +28,19 @@ MORE = [
     "onnx-non_square-dtem",
     "torch-siglip-tome",
     "openvino-deit3-dtem",
+    "onnx-eva-dtem",
+    "torch-rope_mixed-dtem",
+    "onnx-timm_dinov3-tome",
+    "torch-perception-dtem",
+    "onnx-hf_dinov3-dtem",
+    "onnx-hf_siglip2-tome",
+    "onnx-hf_aimv2-dtem",
+    "torch-hf_aimv2-tome",
+    "openvino-hf_internvl-dtem",
+    "onnx-hf_videomae-dtem",
+    "openvino-hf_videomae-tome",
 ]
+HEADLESS = ("hf_clip", "hf_siglip", "hf_siglip2", "hf_dinov3", "hf_aimv2", "hf_internvl")
 ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 EVERYWHERE = [
     "Add",
@@ -106,9 +118,10 @@ def test_the_file_says_what_it_is(report, case):
     assert held["r"] == "9"
     assert json.loads(held["plan"]) == [9, 9]
     assert held["method"] == method
-    assert ("labels" in held) != (name in ("hf_clip", "hf_siglip")), "towers without a classifier have no classes"
+    assert ("labels" in held) != (name in HEADLESS), "towers without a classifier have no classes"
     assert json.loads(held.get("labels", "[]")) in ([], [f"class {number}" for number in range(5)])
-    assert held["host"].lower().startswith(("deit", "vit", "dinov2", "siglip", "clip"))
+    known = ("deit", "vit", "eva", "dinov", "siglip", "clip", "aimv2", "internvl", "videomae")
+    assert held["host"].lower().startswith(known)
     assert ("mean" in held) != name.startswith("hf"), "what transformers keeps in a processor is not made up"
     ends = {"onnx": [".onnx"], "openvino": [".bin", ".xml"], "torch": [".pt2"]}[form]
     assert report[case]["files"] == [f"{name}-{method}{end}" for end in ends]
@@ -174,6 +187,16 @@ def test_a_captioner_is_not_exported(tmp_path) -> None:
 
     with pytest.raises(DtemError, match="generates text"):
         dtem.export(dtem.patch(tiny_git(), r=2), tmp_path / "a.pt2")
+
+
+def test_vision_language_models_are_neither_exported_nor_tuned(tmp_path) -> None:
+    from integrations.vlms import tiny_vlm
+
+    model = tiny_vlm("llava")
+    with pytest.raises(DtemError, match="generates text"):
+        dtem.export(dtem.patch(model, r=2), tmp_path / "a.pt2")
+    with pytest.raises(DtemError, match="answers questions"):
+        dtem.tune(dtem.Handle(model), [torch.zeros(1, 3, 32, 32)], "1.2x")
 
 
 def test_models_that_are_not_float32_are_not_exported(tmp_path) -> None:

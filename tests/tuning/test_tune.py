@@ -9,7 +9,7 @@ import timm
 import torch
 
 import dtem
-from contract.hosts import fresh, images
+from contract.hosts import HOSTS, fresh, images
 from dtem.cli import main
 from dtem.errors import DtemError
 from dtem.measure import costs, throughput
@@ -36,18 +36,19 @@ def made_up(handle: dtem.Handle, batch: int = 1, *_: object, unmerged: float = 0
     return costs.CostTable(key, unmerged, 0.002, steps, (1e-4, 0.0), 0.0)
 
 
+def made_up_timings(handle: dtem.Handle, plans: list, *_: object) -> dict:
+    """The costs of `made_up` as times."""
+    table, spread = made_up(handle), throughput.Spread(1.2, 1.1, 1.3, 1.0, 1.4)
+    times = {str(PerLayer(plan)): table.seconds(plan, handle.host) for plan in plans}
+    return {name: throughput.Timing(t, 1 / t, spread) for name, t in {probes.UNMERGED: 0.012, **times}.items()}
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, and no measurement."""
     monkeypatch.setenv("DTEM_CACHE", str(tmp_path / "costs"))
     monkeypatch.setattr(probes, "measure", made_up)
-
-    def timings(handle, plans, *_: object):
-        table, spread = made_up(handle), throughput.Spread(1.2, 1.1, 1.3, 1.0, 1.4)
-        times = {str(PerLayer(plan)): table.seconds(plan, handle.host) for plan in plans}
-        return {name: throughput.Timing(t, 1 / t, spread) for name, t in {probes.UNMERGED: 0.012, **times}.items()}
-
-    monkeypatch.setattr(probes, "time_plans", timings)
+    monkeypatch.setattr(probes, "time_plans", made_up_timings)
     return tmp_path / "costs"
 
 
@@ -101,7 +102,11 @@ def test_a_time_or_a_speed_up_is_r_where_costs_are_measured(monkeypatch: pytest.
         handle.r = "0.9x"
 
 
-@pytest.mark.parametrize("name", ["deit", "eva", "hf_dinov2", "hf_siglip"])
+NEW_FAMILIES = ["timm_dinov3", "rope_mixed", "perception", "hf_dinov3", "hf_siglip2", "hf_aimv2", "hf_internvl"]
+NEW_FAMILIES = [name for name in [*NEW_FAMILIES, "hf_videomae"] if name in HOSTS]
+
+
+@pytest.mark.parametrize("name", ["deit", "eva", "hf_dinov2", "hf_siglip", *NEW_FAMILIES])
 def test_a_forward_that_begins_in_the_middle_is_the_same(name: str) -> None:
     handle = dtem.patch(fresh(name))
     divergence = Divergence(handle, [images(name, 2), images(name, 1, seed=1)])

@@ -18,7 +18,8 @@ Labels = str | os.PathLike[str] | Sequence[str]
 def num_classes(model: Any) -> int | None:
     """Classes of a model's head: 0 if it gives features, None if it does not say."""
     if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
-        return int(model.config.num_labels) if "ForImageClassification" in type(model).__name__ else 0
+        classifies = any(kind in type(model).__name__ for kind in ("ForImageClassification", "ForVideoClassification"))
+        return int(model.config.num_labels) if classifies else 0
     count: int | None = getattr(model, "num_classes", None)
     return count
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dtem import integrations
+from dtem.data.transforms import Transform, eval_transform
 from dtem.errors import DtemError
 
 
@@ -31,6 +32,14 @@ def resolve_data_config(model: nn.Module) -> dict[str, Any]:
             "model.pretrained_cfg (a dict with mean, std, interpolation and crop_pct), as timm does"
         )
     return dict(resolve({"input_size": host.image}, model=model))  # type: ignore[no-untyped-call]
+
+
+def transform_of(model: nn.Module) -> Transform:
+    """Preprocessing for evaluation. NaFlex models that `create_model` built get images in their own shapes."""
+    from dtem.models.naflex import NaflexTransform
+
+    processor = getattr(model, "naflex_processor", None)
+    return eval_transform(resolve_data_config(model)) if processor is None else NaflexTransform(processor)
 
 
 def pixel_statistics(config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,8 @@ from dtem import integrations
 from dtem.data import sources
 from dtem.data.labels import num_classes
 from dtem.data.loader import Loader
-from dtem.data.preprocessing import resolve_data_config
+from dtem.data.preprocessing import transform_of
 from dtem.data.sources import Source
-from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
 from dtem.evaluation import knn as nearest
 from dtem.evaluation.evaluation_report import (
@@ -134,8 +133,13 @@ def evaluate_classifiers(
             f"{source.spec} has no labels, so there is no accuracy to measure: sort the images into one folder per "
             "class, in the order of the model's classes"
         )
+    if knn is None and num_classes(model) == 0:
+        raise DtemError(
+            f"{setup.name} has no classifier, so there is no accuracy to measure: give knn, labelled images "
+            "among which its features find their neighbours"
+        )
     source, left_out = setup.select(source)
-    transform = eval_transform(resolve_data_config(model))
+    transform = transform_of(model)
 
     def loader(images: Source, num_classes: int | None = None) -> Loader:
         return Loader(images, transform, batch_size, workers=settings.workers, num_classes=num_classes)

@@ -17,7 +17,7 @@ from dtem import integrations
 from dtem.data import sources
 from dtem.data.labels import Labels, class_labels, num_classes
 from dtem.data.loader import Loader, none_left
-from dtem.data.preprocessing import resolve_data_config
+from dtem.data.preprocessing import resolve_data_config, transform_of
 from dtem.data.sources import Record, Source
 from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
@@ -126,11 +126,13 @@ def predict(
         if value is not None and value < 1:
             raise DtemError(f"{name} = {value} must be 1 or more")
     if num_classes(model) == 0:
-        raise DtemError(f"{host.name} has no classifier, so there are no classes to predict: give num_classes")
+        way_out = "load a …ForImageClassification" if integrations.is_transformers(model) else "give num_classes"
+        raise DtemError(f"{host.name} has no classifier, so there are no classes to predict: {way_out}")
     if engine not in ENGINES:
         raise DtemError(f"engine = {engine!r} is not known; choose one of: {', '.join(ENGINES)}")
     engines.check_engine(engine, dtype, device)
     names = class_labels(model, labels)
+    resolve_data_config(model)  # a model whose images cannot be prepared is refused before any are read
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         if handle is not None:
@@ -180,7 +182,11 @@ def _predict_here(
     if not saved.finished and remaining.length != 0:
         place = torch.device(processes.device if settings.device == "cuda" else "cpu")
         loader = Loader(
-            remaining, eval_transform(resolve_data_config(model)), settings.batch_size or 1, workers=settings.workers
+            remaining,
+            # a file takes images of one shape
+            transform_of(model) if identity["engine"] == "eager" else eval_transform(resolve_data_config(model)),
+            settings.batch_size or 1,
+            workers=settings.workers,
         )
         dtype = settings.autocast if identity["engine"] == "eager" else None
         forward = forward_of(model.to(place))

@@ -228,7 +228,9 @@ def _check_model(handle: Handle) -> None:
 
 def _metadata(handle: Handle, labels: Labels | None, notes: Mapping[str, str]) -> dict[str, str]:
     """What the file says of itself, as text by name."""
-    readable = not integrations.is_transformers(handle.model) or hasattr(handle.model, "pretrained_cfg")
+    readable = len(handle.host.image) == 3 and (
+        not integrations.is_transformers(handle.model) or hasattr(handle.model, "pretrained_cfg")
+    )
     config = resolve_data_config(handle.model) if readable else {}
     metadata = {
         "dtem": __version__,

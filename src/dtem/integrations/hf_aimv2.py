@@ -63,7 +63,7 @@ class MergingAimv2Pool(Aimv2AttentionPoolingHead):
             return super().forward(hidden_states)
         heads = (self.num_heads, -1)
         k, v = (part(hidden_states).unflatten(-1, heads).transpose(1, 2) for part in (self.k_proj, self.v_proj))
-        q = self.cls_token.expand(len(k), -1, -1).view(len(k), 1, *heads).transpose(1, 2)
+        q = self.cls_token.view(1, 1, *heads).transpose(1, 2).expand(k.shape[0], -1, -1, -1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None].to(q.dtype))
         return self.output_proj(y.transpose(1, 2).flatten(2).squeeze(1))
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import GitVisionModel, Siglip2ForImageClassification, Siglip2Model, Siglip2VisionModel
 
 from dtem.integrations.hf_base import size_weighted_mean
+from dtem.models import naflex
 
 NAFLEX = (Siglip2Model, Siglip2VisionModel, Siglip2ForImageClassification)
 """Models that take patches instead of images."""
@@ -54,7 +55,12 @@ def _tower_tokens(tower: Any, images: Tensor) -> Tensor:
 
 
 def as_patches(model: Any, images: Tensor) -> dict[str, Any]:
-    """Images (b, c, h, w) as the inputs of a NaFlex model, without padding: as its image processor cuts them."""
+    """Images (b, c, h, w) as the inputs of a NaFlex model, without padding: as its image processor cuts them.
+
+    Packed patches (b, n + 1, d) are images of any shape, with padding (`dtem.models.naflex`).
+    """
+    if images.ndim == 3:
+        return naflex.unpack(images)
     patch = getattr(model.config, "vision_config", model.config).patch_size
     grid = [side // patch for side in images.shape[-2:]]
     batch, channels = images.shape[:2]
@@ -62,5 +68,5 @@ def as_patches(model: Any, images: Tensor) -> dict[str, Any]:
     return {
         "pixel_values": patches.reshape(batch, grid[0] * grid[1], -1),
         "pixel_attention_mask": None,
-        "spatial_shapes": torch.tensor([grid] * batch, device="cpu"),  # the host reads its values
+        "spatial_shapes": torch.tensor([grid], device="cpu").expand(batch, 2),  # the host reads its values
     }

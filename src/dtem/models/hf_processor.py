@@ -1,5 +1,6 @@
 """The preprocessing that a model of transformers comes with, read from its image processor in the terms of timm."""
 
+import math
 from typing import Any
 
 from dtem.errors import DtemError, require
@@ -11,22 +12,25 @@ _BYTES = 255.0
 Size = tuple[int, int]
 
 
-def read_preprocessing(source: str, config: Any, revision: str | None = None) -> dict[str, Any] | None:
-    """`pretrained_cfg`, as timm's models have it, for a model of transformers; None if it comes without a processor.
+def read_processor(source: str, revision: str | None = None) -> Any:
+    """The image processor of a model of transformers; None if it comes without one.
 
     Args:
         source: folder or Hub id.
-        config: the model's configuration of transformers.
         revision: branch, tag or commit on the Hub.
     """
     transformers = require("transformers", "transformers")
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(source, revision=revision or "main")
+        return transformers.AutoImageProcessor.from_pretrained(source, revision=revision or "main")
     except Exception:  # transformers and the Hub raise errors of every kind; verbs that need it say that it is missing
         return None
+
+
+def preprocessing(processor: Any, config: Any, name: str) -> dict[str, Any]:
+    """`pretrained_cfg`, as timm's models have it, of a model of transformers with this configuration."""
     vision = getattr(config, "vision_config", config)
-    size = _pair(getattr(vision, "image_size", None) or _square(vision))
-    return as_timm_config(processor, size, vision.model_type in ANY_SIZE, source)
+    size = _pair(getattr(vision, "image_size", None) or naflex_square(processor, vision))
+    return as_timm_config(processor, size, vision.model_type in ANY_SIZE, name)
 
 
 def as_timm_config(processor: Any, size: Size, any_size: bool = False, name: str = "the model") -> dict[str, Any]:
@@ -99,6 +103,6 @@ def _pair(size: Any) -> Size:
     return height, width
 
 
-def _square(vision: Any) -> int:
-    """The side of an image of as many patches as there are position embeddings (NaFlex)."""
-    return round(vision.num_patches**0.5) * int(vision.patch_size)
+def naflex_square(processor: Any, vision: Any) -> int:
+    """The side of a square image of at most as many patches as the processor of a NaFlex model makes."""
+    return math.isqrt(getattr(processor, "max_num_patches", vision.num_patches)) * int(vision.patch_size)

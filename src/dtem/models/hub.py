@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 PREFIX = "hf:"
+NO_EMPTY_HEADS = ("siglip", "siglip2")
+"""Types of models that transformers cannot build with a head of no classes."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
@@ -88,7 +90,13 @@ def create(
                 settings = {"config": config, "revision": revision or "main"}
                 if options.get("num_classes") is not None and options.get("img_size") is None:
                     settings["ignore_mismatched_sizes"] = True  # a new head, as timm makes one
+                without_head = config.num_labels == 0 and config.model_type in NO_EMPTY_HEADS
+                if without_head:
+                    config.num_labels = 1
+                    settings["ignore_mismatched_sizes"] = True
                 model = cls.from_pretrained(source, **settings) if pretrained else cls(config)
+                if without_head:
+                    _drop_head(model)
                 if cls.__name__.endswith("ForConditionalGeneration"):
                     _add_processor(model, source, revision)
                 else:
@@ -107,11 +115,23 @@ def create(
     return model.eval()
 
 
+def _drop_head(model: Any) -> None:
+    """Make a classifier give features."""
+    from torch import nn
+
+    model.classifier = nn.Identity()
+    model.num_labels = model.config.num_labels = 0
+
+
 def _add_preprocessing(model: Any, source: str, revision: str | None, img_size: tuple[int, int] | None) -> None:
     """`model.pretrained_cfg`, as timm's models have it; and the image size, if the model takes images of any size."""
-    cfg = hf_processor.read_preprocessing(source, model.config, revision)
+    processor = hf_processor.read_processor(source, revision)
+    cfg = None if processor is None else hf_processor.preprocessing(processor, model.config, source)
     if cfg is not None:
         model.pretrained_cfg = cfg
+    if getattr(processor, "max_num_patches", None) is not None and img_size is None:  # NaFlex
+        model.naflex_processor = processor
+        model.dtem_image_size = (hf_processor.naflex_square(processor, vision_config(model.config)),) * 2
     size, patch = img_size if cfg is None else img_size or cfg["input_size"][1:], getattr(model.config, "patch_size", 1)
     if size is None or model.config.model_type not in hf_processor.ANY_SIZE:
         return
@@ -159,8 +179,13 @@ def _reachable(url: str, seconds: float = 5.0) -> bool:
     return True
 
 
+def vision_config(config: Any) -> Any:
+    """The part of a configuration of transformers that is about images."""
+    return getattr(config, "vision_config", config)
+
+
 def _change(config: Any, options: dict[str, Any], name: str) -> None:
-    vision = getattr(config, "vision_config", config)
+    vision = vision_config(config)
     size = options.get("img_size")
     if size is not None and vision.model_type not in hf_processor.ANY_SIZE:
         if size[0] != size[1]:

@@ -18,6 +18,7 @@ from dtem.measure import costs, throughput
 from dtem.measure.tuned import TunedPlan, cost_key
 from dtem.progress import progress_bar
 from dtem.schedule import Budget, Constant, Latency, PerLayer
+from dtem.tasks import task_of
 from dtem.tuning import probes
 from dtem.tuning.report import TuneReport, TuneRow
 from dtem.tuning.search import Cost, Divergence, Plan, Search
@@ -76,12 +77,13 @@ def tune(
     """
     wanted = None if target is None else schedules.parse(target)
     _check(handle, wanted, target, data, curve, engine, dtype, batch_size, limit)
+    images = None if data is None else batches(handle, data, limit)  # refused, if at all, before costs are measured
     with throughput.cpu_threads(threads):
         table = cost_table(handle, batch_size, engine, dtype, refresh, progress)
         if wanted is None and not curve:
             return make_report(handle, table, [], None)
-        assert data is not None
-        divergence = Divergence(handle, batches(handle, data, limit))
+        assert images is not None
+        divergence = Divergence(handle, images)
         with progress_bar(None, "comparing plans", "plan", show=progress) as advance:
             search = make_search(handle, divergence, plan_cost(handle, table, wanted), advance)
             if curve:
@@ -162,6 +164,11 @@ def _check(
         raise DtemError("plans are compared on photographs: give data, a folder of them; labels are not needed")
     if batch_size < 1 or limit < 1:
         raise DtemError(f"batch_size = {batch_size} and limit = {limit} must be 1 or more")
+    if task_of(handle.model) == "answering":
+        raise DtemError(
+            f"{handle.host.name} answers questions: tuning compares one vector for an image, and times the tower "
+            "alone. Tune r for its vision tower as a model of its own, or choose r with dtem ask"
+        )
     method = handle.method
     if handle.host.dense or method.variable_length or method.restores:
         raise DtemError(
