@@ -43,7 +43,12 @@ def watched(force: list[Choice] | None = None) -> Iterator[list[Choice]]:
         seen.append(Choice(metric, prefix, real(metric, r, prefix)))
         return seen[-1].matching if force is None else force[len(seen) - 1].matching
 
-    with mock.patch.object(ops, "match", match):
+    def match_and_merge(
+        x: Tensor, size: Tensor | None, metric: Tensor, r: int, prefix: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        return ops.merge(x, size, match(metric, r, prefix))
+
+    with mock.patch.multiple(ops, match=match, match_and_merge=match_and_merge):
         yield seen
 
 

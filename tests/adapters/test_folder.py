@@ -82,7 +82,7 @@ def test_files_of_two_adapters_are_not_mixed(folder: Path, tmp_path: Path) -> No
 def test_the_config_of_something_else_stays(content: str, folder: Path) -> None:
     (folder / "config.json").write_text(content)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(dtem.DtemError, match="belongs to something else"):
+    with pytest.raises(dtem.DtemError, match="belongs to something other than an adapter"):
         trained(4).save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert str(dtem.from_pretrained(folder, tiny()).r) == "8"  # it is no concern of the adapter

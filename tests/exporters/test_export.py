@@ -278,7 +278,7 @@ def test_nan_never_agrees() -> None:
         lambda x: torch.zeros(2, 3), lambda x: torch.full((len(x), 3), torch.nan), [torch.zeros(2)]
     )
     assert result.agreeing == 0
-    with pytest.raises(DtemError, match="computes something else"):
+    with pytest.raises(DtemError, match="computes something other than the model"):
         check.require_agreement(result, "onnx")
 
 

@@ -10,9 +10,12 @@ import torch
 
 import dtem
 from benchmarks.reproduce.captioner import captioner
+from dtem.data.loader import Loader
 from dtem.data.preprocessing import resolve_data_config
+from dtem.data.transforms import eval_transform
 from dtem.errors import DtemError
 from dtem.models.git import load
+from dtem.tasks.captioning.captions import open_captions
 from dtem.tasks.captioning.loss import fisher_probes
 from dtem.training import captioning
 from dtem.training.config import TrainConfig
@@ -103,8 +106,8 @@ def test_the_loss_of_captions_goes_down(host, folder, tmp_path):
     outcomes = {}
     for lr in (1e-9, 3e-2):
         model, _ = trained(host, folder, tmp_path / str(lr), lr=lr, updates=12, captions_per_image=2, eval_data="")
-        source = captioning.open_captions(f"{folder}/captions.json#train")
-        loader = captioning.Loader(source, captioning.eval_transform(resolve_data_config(model)), 4)
+        source = open_captions(f"{folder}/captions.json#train")
+        loader = Loader(source, eval_transform(resolve_data_config(model)), 4)
         variants = {"9": captioning.evaluator.captioner(model, 1, 4)}
         outcomes[lr] = captioning.evaluator.run_variants(variants, loader, source.items)["9"].loss
     assert outcomes[3e-2] < outcomes[1e-9]
@@ -141,7 +144,7 @@ def test_captions_are_drawn_by_the_seed_and_not_twice(folder):
     task = captioning.Captioning.__new__(captioning.Captioning)
     task.config, task.source = (
         TrainConfig.from_dict(PLAIN | {"captions_per_image": 2}),
-        captioning.open_captions(f"{folder}/captions.json#train"),
+        open_captions(f"{folder}/captions.json#train"),
     )
     batch = captioning.Batch(torch.zeros(4, 3, 32, 32), torch.arange(4), task.source.names)
     drawn = task.draw_texts(batch, 5)

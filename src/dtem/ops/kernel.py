@@ -27,18 +27,18 @@ from dtem.hooks import is_plain_tensor, is_watched
 SOURCE = Path(__file__).with_name("kernel.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("c++", "g++", "clang++")
-MATCHED = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that `match` takes; features are merged in float32 alone."""
+HALF = (torch.bfloat16, torch.float16)
+"""Types that `match` takes beside float32; features are merged in float32 alone."""
 SECONDS = 60
 """A compiler that takes longer is given up."""
 
 
-def serves(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether the kernel can be used for this input."""
+def serves(x: Tensor, half: bool = False) -> bool:
+    """Whether the kernel can be used for this input. With `half`, half precision is served, too."""
     return (
         not is_watched()
         and is_plain_tensor(x)
-        and x.dtype in dtypes
+        and (x.dtype is torch.float32 or (half and x.dtype in HALF))
         and x.is_cpu
         and not (x.requires_grad and torch.is_grad_enabled())
         and library() is not None

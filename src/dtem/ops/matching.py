@@ -75,7 +75,7 @@ def match(metric: Float[Tensor, "b n d"], r: int, prefix: int = 0) -> Matching:
     """Match tokens by the cosine of `metric` and choose the r strongest edges. Ties go to the lower index."""
     batch, tokens, _ = metric.shape
     check_r(r, tokens - prefix)
-    if tokens > prefix + 1 and kernel.serves(metric, kernel.MATCHED):
+    if tokens > prefix + 1 and kernel.serves(metric, half=True):
         return Matching(*kernel.match(metric, r, prefix))
     here = positions(batch, tokens, metric.device)
     a, b = sides(prefix)
