@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from timm.models.eva import Eva
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from contract.hosts import R, ask, fresh, images, patch
@@ -34,6 +35,8 @@ def shallow(model: torch.nn.Module) -> torch.nn.Module:
     """The model with its first two blocks."""
     if hasattr(model, "blocks"):
         model.blocks = model.blocks[:2]
+        if isinstance(model, Eva) and model.rope_mixed:  # frequencies of every block
+            model.rope.freqs, model.rope.depth = torch.nn.Parameter(model.rope.freqs[:, :2].detach()), 2
         return model
     layout = integrations.find(model).merged[type(model)].layout
     encoder = model.get_submodule(layout.encoder)
